@@ -1,0 +1,34 @@
+PYTHON ?= python3
+SFT = skills/gemma-trainer/assets/sft_train.py
+
+.PHONY: demo test test-newest lint clean
+
+demo: .venv/installed
+	.venv/bin/python $(SFT) --max-len 2048
+
+test: .venv/installed-test
+	.venv/bin/python -m pytest
+
+test-newest: .venv-newest/installed-test
+	.venv-newest/bin/python -m pytest
+
+lint: .venv/installed-test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -c constraints.txt -e .
+	touch $@
+
+.venv/installed-test: .venv/installed
+	.venv/bin/python -m pip install -c constraints.txt -e ".[test]"
+	touch $@
+
+.venv-newest/installed-test: pyproject.toml constraints-newest.txt
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install -c constraints-newest.txt -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-newest runs build *.egg-info skills/gemma-trainer/assets/*.egg-info

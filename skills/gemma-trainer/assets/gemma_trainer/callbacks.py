@@ -1,0 +1,75 @@
+"""What a run watches while it trains: its metrics file, its divergence, and the signals that stop it."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+import transformers
+
+from .errors import Diverged
+
+
+class MetricsFile(transformers.TrainerCallback):
+    """Appends each log entry as a line of `metrics.jsonl`, with its step and epoch."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and logs:
+            entry = {"step": state.global_step, **{key: _number(value) for key, value in logs.items()}}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def _number(value):
+    """JSON has no NaN: it is written as a string."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class StopOnDivergence(transformers.TrainerCallback):
+    """Ends the run at the first loss or gradient norm that is no number."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        for name in ("loss", "grad_norm"):
+            value = (logs or {}).get(name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise Diverged(
+                    f"training diverged at step {state.global_step}: {name} is {value}. "
+                    "Lower --lr, or use --precision fp32 if the run is in half precision."
+                )
+
+
+class StopOnSignal(transformers.TrainerCallback):
+    """Turns the first Ctrl-C or SIGTERM into a checkpoint and an orderly stop; a second one stops at once.
+
+    `exit_code` is 130 or 143 after a signal, else None. Use as a context manager around training.
+    """
+
+    def __init__(self):
+        self.exit_code: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number, frame):
+        if self.exit_code is not None:
+            raise KeyboardInterrupt
+        self.exit_code = 128 + number
+        print("stopping: a checkpoint is saved after this step (again to stop at once)", file=sys.stderr, flush=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.exit_code is not None:
+            control.should_save = control.should_training_stop = True
+        return control

@@ -1,0 +1,279 @@
+"""Flags, exit codes and output that all scripts share. Imports nothing heavy, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import OutOfMemory, TrainerError, UsageError
+
+EXIT_CODES = """exit codes:
+  0 done                 3 bad data                     6 out of memory
+  1 unexpected fault     4 unfit environment, no disk   7 training diverged
+  2 wrong usage          5 model or data set not loaded 8 a check did not pass
+  130 interrupted, 143 terminated (a checkpoint was saved)
+
+when memory runs out, lower in this order: --batch-size (raise --grad-accum instead), --max-len, --lora-r"""
+
+
+def flag(default=None, help: str = "", choices=None, **options):
+    """A dataclass field that is also a command-line flag; the type annotation tells how its value is read."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, **options})
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """The flags every training script has."""
+
+    model: str | None = flag(help="hub id or folder of a Gemma; `demo` is a tiny random Gemma 4")
+    dataset: tuple[str, ...] = flag(
+        (), "files, folders or globs (.jsonl .json .csv .parquet), or hub ids org/name[:split]"
+    )
+    eval_dataset: tuple[str, ...] = flag((), "rows to evaluate on")
+    test_size: float = flag(0.0, "share of --dataset to keep for evaluation instead, such as 0.1")
+    output: str | None = flag(help="run folder (default: runs/<script>-<date-time>)")
+    overwrite: bool = flag(False, "replace the run that --output holds")
+    resume: bool = flag(False, "go on from the last checkpoint in --output")
+    max_len: int = flag(2048, "most tokens in a row, media tokens included")
+    epochs: float = flag(1.0, "passes over the data")
+    max_steps: int = flag(-1, "optimizer steps; overrides --epochs")
+    batch_size: int | None = flag(help="rows at a time on each device (default: 1; the demo takes 8)")
+    grad_accum: int | None = flag(help="batches to an optimizer step (default: 8; the demo takes 1)")
+    lr: float | None = flag(help="peak learning rate (default: 2e-4 for LoRA, 1e-5 with --full)")
+    lora_r: int = flag(16, "LoRA rank")
+    lora_alpha: int = flag(32, "LoRA scale: updates are multiplied by alpha / r")
+    lora_dropout: float = flag(0.0, "LoRA dropout")
+    lora_targets: str = flag("language", "language, vision, audio (comma-separated), all, or a regular expression")
+    full: bool = flag(False, "train all weights instead of LoRA adapters")
+    quantize: str = flag("auto", "4-bit weights under LoRA; auto: on CUDA", ("auto", "4bit", "none"))
+    precision: str = flag("auto", "auto: bf16 where native, else fp32", ("auto", "bf16", "fp16", "fp32"))
+    backend: str = flag("auto", "what loads and trains the model", ("auto", "unsloth", "hf"))
+    gradient_checkpointing: str = flag("auto", "less memory, more time; auto: on a GPU", ("auto", "on", "off"))
+    seed: int = flag(0, "seed of data order, dropout and adapters")
+    num_workers: int = flag(0, "processes that prepare batches ahead")
+    save_steps: int | None = flag(help="steps between checkpoints (default: a tenth of the run)")
+    eval_steps: int | None = flag(help="steps between evaluations (default: a tenth of the run)")
+    report_to: tuple[str, ...] = flag((), "experiment trackers, such as tensorboard or wandb")
+    dry_run: bool = flag(False, "check everything and say what would be done, without training")
+    json: bool = flag(False, "print the result as one JSON object")
+    debug: bool = flag(False, "show the traceback of an error")
+
+    @property
+    def demo(self) -> bool:
+        """Whether the built-in demo's data are used, since none were given."""
+        return not self.dataset
+
+
+@dataclass(frozen=True)
+class CollatorFlags:
+    """The collator's options as flags."""
+
+    loss_on: str = flag("all-turns", "which model turns are trained", ("all-turns", "last-turn"))
+    train_reasoning: bool = flag(True, "train the reasoning that the chat template shows")
+    thinking: str = flag("auto", "the template's thinking switch; auto: for rows with reasoning", ("auto", "on", "off"))
+    on_bad_media: str = flag("placeholder", "an unreadable image or clip", ("placeholder", "skip", "error"))
+    max_bad_media: float = flag(0.05, "largest share of unreadable media before the run stops")
+    long_audio: str = flag("cut", "a clip longer than the model hears", ("cut", "refuse"))
+    truncation: str = flag("cut", "a row over --max-len", ("cut", "error"))
+    placeholders: str = flag("rows", "zero media that fill gaps in a batch", ("rows", "needed", "always"))
+    media_root: str | None = flag(help="refuse media files outside this folder")
+    allow_remote_media: bool = flag(False, "fetch media from http(s) URLs")
+
+    def collator_options(self) -> dict:
+        """The options that `MultimodalCollator` takes."""
+        names = {field.name for field in dataclasses.fields(CollatorFlags)} - {"max_bad_media"}
+        return {name: getattr(self, name) for name in names}
+
+
+# ---- parsing
+
+
+def build_parser(flags: type, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser with one flag for each field of the dataclass `flags`, in order."""
+    parser = _Parser(
+        description=description,
+        epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="flags from a JSON, TOML or YAML file; the command line wins")
+    for field in dataclasses.fields(flags):
+        _add_flag(parser, field)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _add_flag(parser, field) -> None:
+    name, annotation = "--" + field.name.replace("_", "-"), str(field.type)
+    options = {"help": field.metadata["help"], "default": field.default}
+    if annotation == "bool":
+        options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+    else:
+        if annotation.startswith("tuple"):
+            options["nargs"] = "+"
+        else:
+            options["type"] = next((kind for kind in (int, float) if annotation.startswith(kind.__name__)), str)
+            options["choices"] = field.metadata["choices"]
+        options["metavar"] = (
+            None if options.get("choices") else annotation.split("[")[-1].split(" |")[0].split(",")[0].upper()
+        )
+    if field.default not in (None, False, ()) and "help" in options:
+        options["help"] += f" (default: {str(field.default).lower() if field.default is True else field.default})"
+    parser.add_argument(name, **options)
+
+
+def parse(flags: type, description: str, examples: str, argv: list[str]):
+    """Read the command line, and the file that `--config` names, into a `flags` object.
+
+    Raises:
+        UsageError: an unknown flag, a wrong value, or a config file that cannot be read.
+    """
+    parser = build_parser(flags, description, examples)
+    known = parser.parse_args(argv)
+    if known.config:
+        known = parser.parse_args(_config_arguments(known.config, flags) + argv)
+    values = {field.name: getattr(known, field.name) for field in dataclasses.fields(flags)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    _check_ranges(values)
+    return flags(**values)
+
+
+def _check_ranges(values: dict) -> None:
+    for name in (
+        "max_len",
+        "batch_size",
+        "grad_accum",
+        "lora_r",
+        "lora_alpha",
+        "epochs",
+        "lr",
+        "save_steps",
+        "eval_steps",
+    ):
+        if values.get(name) is not None and not values[name] > 0:
+            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {values[name]}")
+    for name in ("test_size", "lora_dropout", "max_bad_media"):
+        if values.get(name) is not None and not 0 <= values[name] <= (1 if name == "max_bad_media" else 0.99):
+            raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, got {values[name]}")
+    if values.get("num_workers", 0) < 0:
+        raise UsageError("--num-workers must be 0 or more")
+
+
+def _config_arguments(file: str, flags: type) -> list[str]:
+    """The entries of a config file as command-line arguments."""
+    content = _read_config(Path(file))
+    fields = {field.name: field for field in dataclasses.fields(flags)}
+    arguments = []
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in fields:
+            raise UsageError(f"{file}: unknown key {key!r}; keys are the flags without their dashes")
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments += [option] if value else [f"--no-{option[2:]}"] if fields[name].default else []
+        elif isinstance(value, list):
+            arguments += [option, *map(str, value)]
+        elif value is not None:
+            arguments.append(f"{option}={value}")
+    return arguments
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            import tomllib
+
+            content = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            content = yaml.safe_load(text)
+        else:
+            content = json.loads(text)
+    except OSError as problem:
+        raise UsageError(f"--config {path}: {problem.strerror}") from None
+    except Exception as problem:  # three parsers, three kinds of error
+        raise UsageError(f"--config {path}: cannot be parsed ({str(problem).splitlines()[0]})") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path}: expected an object of flags")
+    return content
+
+
+# ---- running
+
+
+def note(message: str) -> None:
+    """Tell the user something on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def run_script(work, flags: type, description: str, examples: str, argv: list[str] | None = None) -> int:
+    """Parse the flags, call `work(config)`, print its result, and turn any error into its exit code.
+
+    Args:
+        work: takes the config and returns the result as a dict with a "summary" text for people. While it runs,
+            stdout is stderr, so that no library's chatter mixes with the result.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    config, stdout = None, sys.stdout
+    try:
+        config = parse(flags, description, examples, argv)
+        _quiet_environment()
+        sys.stdout = sys.stderr
+        result = work(config)
+    except BaseException as problem:
+        if isinstance(problem, SystemExit):
+            raise
+        error = _as_error(problem)
+        if "--debug" in argv:
+            traceback.print_exc()
+        note(f"error: {error}")
+        if "--json" in argv:
+            facts = {"kind": error.kind, "message": str(error)} if isinstance(error, TrainerError) else {}
+            print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": facts}), file=stdout)
+        return error.exit_code
+    finally:
+        sys.stdout = stdout
+    summary = result.pop("summary", "")
+    print(json.dumps(result, default=str) if config.json else summary)
+    return result.get("exit_code", 0)
+
+
+def _quiet_environment() -> None:
+    """Before any heavy import: no telemetry, no advice that is not ours, no deadlock warning after fork."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def _as_error(problem: BaseException) -> TrainerError:
+    """The error to tell the user for any exception."""
+    if isinstance(problem, TrainerError):
+        return problem
+    if isinstance(problem, KeyboardInterrupt):
+        error = TrainerError("interrupted before the first step: nothing was saved")
+        error.exit_code, error.kind = 130, "interrupted"
+        return error
+    if isinstance(problem, ModuleNotFoundError):
+        error = TrainerError(f"{problem}: install the project's packages (pip install -c constraints.txt -e .)")
+        error.exit_code, error.kind = 4, "environment"
+        return error
+    if isinstance(problem, MemoryError) or re.search(r"out of memory|can't allocate memory", str(problem), re.I):
+        return OutOfMemory(
+            "out of memory: lower --batch-size (raise --grad-accum instead), then --max-len, then --lora-r"
+        )
+    where = traceback.extract_tb(problem.__traceback__)
+    place = f" in {Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
+    return TrainerError(f"unexpected {type(problem).__name__}{place}: run again with --debug for the traceback")

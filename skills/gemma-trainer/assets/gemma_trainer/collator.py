@@ -1,0 +1,379 @@
+"""Rows to a batch: the one collator behind supervised fine-tuning, and every check of a data set.
+
+It reads each row, scans the batch for images and audio, renders the chat template, decides the labels, opens the media,
+expands their slots, cuts what is too long, pads, and fills the gaps with zero placeholders, in that order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import families
+from .batch import Batch
+from .errors import MediaError, RowError
+from .gaps import place_clips, place_images
+from .labels import IGNORE, Labeller
+from .media import MediaAccess, open_audio, open_image
+from .rendering import Renderer
+from .rows import Row, read_row
+from .stats import Stats
+
+CHOICES = {
+    "task": ("sft",),
+    "loss_on": ("all-turns", "last-turn"),
+    "thinking": ("auto", "on", "off"),
+    "on_bad_media": ("placeholder", "skip", "error"),
+    "long_audio": ("cut", "refuse"),
+    "truncation": ("cut", "error"),
+    "placeholders": ("rows", "needed", "always"),
+}
+
+
+@dataclass
+class _Slot:
+    """One image or clip of a row, on its way: the opened medium, the soft tokens it takes, its index in the tensors."""
+
+    kind: str
+    medium: Any = None  # PIL image or float32 samples; None when it was bad
+    tokens: int = 0
+    index: int = -1
+    run: tuple[int, int] = (0, 0)  # where its tokens stand in the row
+    kept: bool = True
+
+
+@dataclass
+class _Item:
+    """A row on its way to the batch."""
+
+    row: Row
+    slots: list[_Slot] = field(default_factory=list)
+    ids: np.ndarray = None
+    labels: np.ndarray = None
+    type_ids: np.ndarray = None
+
+    @property
+    def bad(self) -> bool:
+        return any(slot.medium is None for slot in self.slots)
+
+    def indices(self, kind: str) -> list[int | None]:
+        """Where the row's media of a kind stand in the tensors; None for those that could not be read."""
+        slots = [slot for slot in self.slots if slot.kind == kind and slot.kept]
+        return [None if slot.medium is None else slot.index for slot in slots]
+
+
+class MultimodalCollator:
+    """Collates rows of text, images and audio for a Gemma model.
+
+    Args:
+        processor: a Gemma processor, or the bare tokenizer of a text-only Gemma.
+        max_length: most tokens in a row, media tokens included; None for no limit.
+        task: "sft".
+        loss_on: "all-turns" trains every model turn, "last-turn" the last one only.
+        train_reasoning: train the reasoning that the template renders.
+        thinking: "auto" sets the template's thinking switch for rows whose reasoning is rendered; "on", "off".
+        on_bad_media: "placeholder" keeps the row as untrained context, "skip" drops it, "error" stops.
+        long_audio: clips longer than the model hears are "cut", or "refuse"d as bad media.
+        truncation: rows longer than max_length are "cut" at the end, or an "error".
+        placeholders: zero media in the gaps, "rows", "needed" or "always" (see `gaps.place_clips`).
+        pad_to_multiple_of: round the batch's length up.
+        modalities: what the model takes, a subset of {"image", "audio"}; the processor's by default.
+        media_root, allow_remote_media: what may be opened (see `media.MediaAccess`).
+
+    Example:
+        collator = MultimodalCollator(AutoProcessor.from_pretrained("google/gemma-4-E2B-it"), max_length=2048)
+        batch = collator([{"prompt": "Name a fruit", "completion": "Pear"}])
+        loss = model(**batch).loss
+
+    Calling it returns a `Batch`: `input_ids`, `attention_mask`, `labels` [B, T] int64; the family's token type ids
+    [B, T]; with images `pixel_values` and what else the image processor makes; with audio `input_features`
+    [clips, frames, F] and `input_features_mask` [clips, frames]. Rows are left as they are.
+
+    Raises:
+        RowError: a row asks for what the model has no tower for; a bad medium with on_bad_media="error"; a row that is
+            too long with truncation="error". Rows that cannot be read are left out, counted and named instead.
+        ValueError: an option has no such value.
+        CannotLoad: the processor is of no supported family, or its chat template is not its family's.
+    """
+
+    def __init__(
+        self,
+        processor,
+        max_length: int | None = 2048,
+        *,
+        task: str = "sft",
+        loss_on: str = "all-turns",
+        train_reasoning: bool = True,
+        thinking: str = "auto",
+        on_bad_media: str = "placeholder",
+        long_audio: str = "cut",
+        truncation: str = "cut",
+        placeholders: str = "rows",
+        pad_to_multiple_of: int | None = None,
+        modalities: frozenset[str] | None = None,
+        media_root: str | Path | None = None,
+        allow_remote_media: bool = False,
+    ):
+        options = {key: value for key, value in locals().items() if key in CHOICES}
+        for name, value in options.items():
+            if value not in CHOICES[name]:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(CHOICES[name])}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length={max_length} must be at least 1")
+        self.processor, self.tokenizer = processor, families.tokenizer_of(processor)
+        self.family = families.family_of_processor(processor)
+        self.max_length, self.pad_to_multiple_of = max_length, pad_to_multiple_of
+        self.on_bad_media, self.long_audio = on_bad_media, long_audio
+        self.truncation, self.placeholders = truncation, placeholders
+        self.modalities = frozenset(families.modalities(processor) if modalities is None else modalities)
+        self.access = MediaAccess(Path(media_root) if media_root else None, allow_remote_media)
+        self.renderer = Renderer(processor, self.family, thinking)
+        self.labeller = Labeller(self.renderer, loss_on, train_reasoning)
+        self.stats = Stats()
+
+    def __call__(self, rows: list[dict]) -> Batch:
+        counts, problems = Counter(), []
+        items = self._read(rows, counts, problems)
+        items = self._open_media(items, counts, problems)
+        tensors = self._media_tensors(items)
+        for item, labelled in zip(items, self._label(items, counts, problems), strict=True):
+            self._expand(item, labelled)
+            self._truncate(item, counts)
+        items = [item for item in items if item.ids is not None] or [self._empty_item()]
+        batch = Batch(self._assemble(items, tensors, counts), counts, problems)
+        self._count(items, batch)
+        self.stats.add(batch.counts)
+        return batch
+
+    # -- rows and media
+
+    def _read(self, rows, counts, problems) -> list[_Item]:
+        items = []
+        for position, raw in enumerate(rows):
+            try:
+                row = read_row(raw, f"row {position}")
+            except RowError as problem:
+                counts["bad_rows"] += 1
+                problems.append((problem.row, problem.reason))
+                continue
+            self.check_modalities(row)
+            items.append(_Item(row, [_Slot(medium.kind) for medium in row.media]))
+        return items
+
+    def check_modalities(self, row: Row) -> None:
+        """Raise RowError where a row brings media that the model has no tower for."""
+        for medium in row.media:
+            if medium.kind not in self.modalities:
+                takes = "text" + "".join(f" and {kind}" for kind in sorted(self.modalities))
+                raise RowError(
+                    row.name, f"{medium.kind} in the row, but this {self.family.name} model takes {takes} only"
+                )
+
+    def _open_media(self, items, counts, problems) -> list[_Item]:
+        kept = []
+        for item in items:
+            for slot, medium in zip(item.slots, item.row.media, strict=True):
+                counts["images" if slot.kind == "image" else "clips"] += 1
+                try:
+                    slot.medium = self._open(item.row, medium, counts, problems)
+                except MediaError as problem:
+                    if self.on_bad_media == "error":
+                        raise RowError(item.row.name, str(problem)) from None
+                    counts["bad_media"] += 1
+                    problems.append((item.row.name, str(problem)))
+            if item.bad and self.on_bad_media == "skip":
+                counts["skipped_rows"] += 1
+            else:
+                kept.append(item)
+        return kept
+
+    def _open(self, row, medium, counts, problems):
+        if medium.kind == "image":
+            return open_image(medium.value, row.folder, self.access)
+        limit, rate = self.family.max_audio_seconds, self.processor.feature_extractor.sampling_rate
+        samples, seconds = open_audio(medium.value, rate, limit, row.folder, self.access)
+        if limit is not None and seconds > limit:
+            counts["long_audio"] += 1
+            if self.long_audio == "refuse":
+                raise MediaError(f"audio of {seconds:.1f} s, longer than the {limit:.0f} s the model hears")
+            problems.append((row.name, f"audio of {seconds:.1f} s was cut to the {limit:.0f} s the model hears"))
+        return samples
+
+    def _media_tensors(self, items) -> dict[str, torch.Tensor]:
+        """Run the image processor and the feature extractor over the batch's media, and count their soft tokens.
+
+        The processors are called apart from the text: through `processor(...)`, the text's max_length and padding side
+        reach the feature extractor and cut the audio.
+        """
+        tensors = {}
+        slots = [slot for item in items for slot in item.slots if slot.medium is not None]
+        images = [slot for slot in slots if slot.kind == "image"]
+        clips = [slot for slot in slots if slot.kind == "audio"]
+        if images:
+            made = self.processor.image_processor(images=[slot.medium for slot in images], return_tensors="pt")
+            for index, (slot, tokens) in enumerate(zip(images, made.pop("num_soft_tokens_per_image"), strict=True)):
+                slot.index, slot.tokens = index, int(tokens)
+            tensors |= made
+        if clips:
+            made = self.processor.feature_extractor([slot.medium for slot in clips], return_tensors="pt")
+            for index, (slot, tokens) in enumerate(
+                zip(clips, families.audio_soft_tokens(made["input_features_mask"]), strict=True)
+            ):
+                slot.index, slot.tokens = index, int(tokens)
+            tensors |= made
+        return tensors
+
+    # -- tokens and labels
+
+    def _label(self, items, counts, problems):
+        """The labelled tokens of each item; None for a row that the chat template refuses."""
+        rendered = []
+        for item in items:
+            try:
+                rendered.append(self.renderer.render(item.row))
+            except RowError as problem:
+                counts["bad_rows"] += 1
+                problems.append((problem.row, problem.reason))
+                rendered.append(None)
+        encoded = iter(self.renderer.encode([one for one in rendered if one is not None]))
+        for item, one in zip(items, rendered, strict=True):
+            labelled = None
+            if one is not None:
+                try:
+                    labelled = self.labeller.label(item.row, one, next(encoded))
+                    self._check_slots(item, labelled.ids)
+                    counts["reasoning_dropped"] += labelled.reasoning_dropped
+                    counts["inexact_turns"] += labelled.inexact_turns
+                except RowError as problem:
+                    counts["bad_rows"] += 1
+                    problems.append((problem.row, problem.reason))
+                    labelled = None
+            yield labelled
+
+    def _media_token(self, kind: str) -> int:
+        return getattr(self.tokenizer, f"{kind}_token_id")
+
+    def _check_slots(self, item, ids) -> None:
+        """Every medium must have the slot that the template gave its block, in order."""
+        kinds = {self._media_token(kind): kind for kind in self.modalities}
+        tokens = np.asarray(ids)
+        found = tokens[np.isin(tokens, list(kinds))].tolist()
+        if [kinds[token] for token in found] != [slot.kind for slot in item.slots]:
+            raise RowError(
+                item.row.name,
+                f"the chat template shows {len(found)} of the row's {len(item.slots)} images and clips "
+                "(it has no place for them in this role)",
+            )
+
+    def _expand(self, item: _Item, labelled) -> None:
+        """Put each medium's soft tokens, between its begin and end token, where its slot stands."""
+        if labelled is None:
+            item.slots = []
+            return
+        ids = np.asarray(labelled.ids)
+        labels = np.where(labelled.trained & (not item.bad), ids, IGNORE)
+        pieces, types, last, length = [], [], 0, 0
+        marks = np.flatnonzero(np.isin(ids, [self._media_token(kind) for kind in self.modalities]))
+        out_labels = []
+        for at, slot in zip(marks.tolist(), item.slots, strict=True):
+            run = self._media_run(slot) if slot.medium is not None else np.empty(0, np.int64)
+            pieces += [ids[last:at], run]
+            out_labels += [labels[last:at], np.full(len(run), IGNORE)]
+            types += [
+                np.zeros(at - last, np.int64),
+                (run == self._media_token(slot.kind)) * self.family.type_ids[slot.kind],
+            ]
+            length += at - last
+            slot.run = (length, length + len(run))
+            length, last = length + len(run), at + 1
+        item.ids = np.concatenate([*pieces, ids[last:]])
+        item.labels = np.concatenate([*out_labels, labels[last:]])
+        item.type_ids = np.concatenate([*types, np.zeros(len(ids) - last, np.int64)])
+
+    def _media_run(self, slot: _Slot) -> np.ndarray:
+        begin, end = {"image": ("boi", "eoi"), "audio": ("boa", "eoa")}[slot.kind]
+        to_id = self.tokenizer.convert_tokens_to_ids
+        begin, end = (to_id(getattr(self.tokenizer, f"{name}_token")) for name in (begin, end))
+        return np.array([begin, *[self._media_token(slot.kind)] * slot.tokens, end])
+
+    def _truncate(self, item: _Item, counts) -> None:
+        """Cut the tail at max_length; a medium that the cut meets goes whole."""
+        if item.ids is None or self.max_length is None or len(item.ids) <= self.max_length:
+            return
+        if self.truncation == "error":
+            raise RowError(item.row.name, f"{len(item.ids)} tokens, over the limit of {self.max_length}")
+        cut = self.max_length
+        for slot in item.slots:
+            if slot.run[0] < cut < slot.run[1]:
+                cut = slot.run[0]
+        for slot in item.slots:
+            slot.kept = slot.run[1] <= cut
+        counts["truncated"] += 1
+        counts["cut_to_nothing"] += bool((item.labels != IGNORE).any() and not (item.labels[:cut] != IGNORE).any())
+        item.ids, item.labels, item.type_ids = item.ids[:cut], item.labels[:cut], item.type_ids[:cut]
+
+    def _empty_item(self) -> _Item:
+        """What stands for a batch whose rows were all left out: one BOS, untrained."""
+        bos = np.array([self.tokenizer.bos_token_id])
+        return _Item(Row("none"), [], bos, np.array([IGNORE]), np.array([0]))
+
+    # -- the batch
+
+    def _assemble(self, items, tensors, counts) -> dict[str, torch.Tensor]:
+        media, behind = self._place_media(items, tensors, counts)
+        lengths = [len(item.ids) + count for item, count in zip(items, behind, strict=True)]
+        width, multiple = max(lengths), self.pad_to_multiple_of
+        if multiple:
+            width = -(-width // multiple) * multiple
+        batch = {
+            "input_ids": self._padded([item.ids for item in items], width, self.tokenizer.pad_token_id),
+            "attention_mask": self._padded([np.ones(len(item.ids), np.int64) for item in items], width, 0),
+            "labels": self._padded([item.labels for item in items], width, IGNORE),
+        }
+        for line, (item, count) in enumerate(zip(items, behind, strict=True)):
+            if count:  # the soft tokens of zero images, in the padding, where no token attends to them
+                batch["input_ids"][line, len(item.ids) : len(item.ids) + count] = self._media_token("image")
+        if self.family.type_ids_key:
+            batch[self.family.type_ids_key] = self._padded([item.type_ids for item in items], width, 0)
+        return batch | media
+
+    def _place_media(self, items, tensors, counts) -> tuple[dict, list[int]]:
+        """The media tensors in batch order with their placeholders, and the zero images behind each row."""
+        behind, media = [0] * len(items), {}
+        if "image" in self.modalities:
+            made = {key: tensors[key] for key in ("pixel_values", "image_position_ids") if key in tensors}
+            indices = [item.indices("image") for item in items]
+            images, behind = place_images(indices, made, self.processor.image_processor, self.placeholders)
+            media |= images
+            counts["placeholders"] += sum(behind)
+        if "audio" in self.modalities:
+            made = {key: tensors[key] for key in ("input_features", "input_features_mask") if key in tensors}
+            indices = [item.indices("audio") for item in items]
+            clips, zeros = place_clips(indices, made, self.processor.feature_extractor.feature_size, self.placeholders)
+            media |= clips
+            counts["placeholders"] += zeros
+        return media, behind
+
+    @staticmethod
+    def _padded(arrays, width, fill) -> torch.Tensor:
+        padded = np.full((len(arrays), width), fill, np.int64)
+        for line, array in enumerate(arrays):
+            padded[line, : len(array)] = array
+        return torch.from_numpy(padded)
+
+    def _count(self, items, batch: Batch) -> None:
+        trained = (batch["labels"] != IGNORE).sum(1)
+        tokens = int(batch["attention_mask"].sum())
+        batch.counts |= {
+            "rows": len(items),
+            "tokens": tokens,
+            "trained_tokens": int(trained.sum()),
+            "padding": batch["input_ids"].numel() - tokens,
+            "untrained_rows": int((trained == 0).sum()),
+        }
+        batch.counts = {name: count for name, count in batch.counts.items() if count}

@@ -1,0 +1,128 @@
+"""The language-model loss without the whole logits: scored at trained positions only, a chunk of them at a time.
+
+Gemma's vocabulary has 262,144 entries; logits of 2,048 positions in float32 take 2 GiB, and their gradient again.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import ModelOutput
+
+CHUNK = 256  # positions scored at once: 256 MiB of float32 logits at Gemma's vocabulary
+
+
+@dataclass
+class LossOutput(ModelOutput):
+    """What a model returns for labels: the loss, how many tokens were scored, and how many were the model's first
+    choice."""
+
+    loss: torch.Tensor | None = None
+    scored: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of hidden states against a head, with the gradient made in the forward pass.
+
+    The gradient needs the same softmax as the loss, so making both at once saves a projection over the vocabulary.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, softcap):
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        head = weight.to(hidden.dtype)
+        for start in range(0, len(targets), CHUNK):
+            part, wanted = hidden[start : start + CHUNK], targets[start : start + CHUNK, None]
+            logits = (part @ head.t()).float()
+            if softcap:
+                logits = logits.div_(softcap).tanh_()
+                slope = 1 - logits.square() if grad_hidden is not None or grad_weight is not None else None
+                logits = logits.mul_(softcap)
+            correct += (logits.argmax(-1, keepdim=True) == wanted).sum()
+            log_total = logits.logsumexp(-1, keepdim=True)
+            loss += (log_total - logits.gather(-1, wanted)).sum()
+            if grad_hidden is None and grad_weight is None:
+                continue
+            grad = logits.sub_(log_total).exp_()  # softmax, in place of the logits
+            grad.scatter_add_(-1, wanted, grad.new_full(wanted.shape, -1.0))
+            grad = (grad.mul_(slope) if softcap else grad).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[start : start + CHUNK] = grad @ head
+            if grad_weight is not None:
+                grad_weight += (grad.t() @ part).float()
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+def chunked_loss(hidden, weight, labels, num_items=None, softcap: float | None = None) -> LossOutput:
+    """Next-token cross-entropy at the trained positions.
+
+    Args:
+        hidden: [B, T, H] last hidden states.
+        weight: [V, H] output embeddings.
+        labels: [B, T] token ids, -100 where nothing is trained; position t is scored by the state at t - 1.
+        num_items: trained tokens of the whole optimizer step, to divide the sum by; None divides by this batch's own.
+        softcap: `final_logit_softcapping` of the text config.
+
+    Returns:
+        The loss (0, with zero gradients, where nothing is trained), and counts of scored and of rightly guessed tokens.
+    """
+    targets = labels[:, 1:]
+    mask = targets != -100
+    loss, correct = _SummedCrossEntropy.apply(hidden[:, :-1][mask], weight, targets[mask], softcap)
+    scored = mask.sum()
+    divisor = scored if num_items is None else torch.as_tensor(num_items, device=loss.device)
+    return LossOutput(loss=loss / divisor.clamp(min=1), scored=scored, correct=correct)
+
+
+def use_chunked_loss(model) -> None:
+    """Make `model(**batch)` with labels return `chunked_loss`; without labels its forward stays as it is.
+
+    Args:
+        model: a causal or conditional-generation model of transformers (inside any PEFT wrapper), whose `base_model`
+            gives hidden states. Changed in place.
+    """
+    plain_forward = model.forward
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    @functools.wraps(type(model).forward)  # `generate` reads the signature
+    def forward(self, *args, labels=None, num_items_in_batch=None, **kwargs):
+        if labels is None:
+            return plain_forward(*args, **kwargs)
+        hidden = self.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state
+        return chunked_loss(hidden, self.get_output_embeddings().weight, labels, num_items_in_batch, softcap)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def trl_scores_trained_only(device: str) -> bool:
+    """Whether the installed TRL's own loss head scores the trained positions alone on this device.
+
+    TRL 1.14's `chunked_nll` does everywhere; the fused head that replaced it does where it has Triton, and scores
+    every position elsewhere (trl/trainer/utils.py, `add_fused_lm_head`).
+    """
+    import trl
+    from packaging.version import Version
+    from transformers.utils import is_triton_available
+
+    if Version(trl.__version__) < Version("1.15"):
+        return True
+    return device == "cuda" and is_triton_available()

@@ -1,0 +1,290 @@
+"""Open what a row names: an image becomes an RGB PIL image, a clip becomes mono float32 at the model's rate.
+
+No image or audio library is imported until the first image or clip is opened, so a text-only run never loads one.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from .errors import MediaError
+
+MIN_SAMPLES = 161  # one frame of 20 ms at 16 kHz, which needs one sample more than its length
+MAX_REMOTE_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class MediaAccess:
+    """What may be opened: everything local by default; `root` fences paths in, `remote` lets URLs out."""
+
+    root: Path | None = None
+    remote: bool = False
+
+
+def open_image(value: Any, folder: Path | None = None, access: MediaAccess = MediaAccess()):
+    """Open an image in any form a row may hold, upright and in RGB.
+
+    Args:
+        value: a path, a `file:`, `data:` or (if allowed) `https:` URL, bytes, `{"bytes", "path"}`, a PIL image, or an
+            array [H, W], [H, W, 1|3|4] or [1|3|4, H, W] of uint8, uint16, bool or float in 0..1.
+        folder: what a relative path is relative to.
+
+    Returns:
+        A `PIL.Image.Image` in mode RGB with its EXIF orientation applied. Transparency lies over white; 16-bit and
+        float samples are scaled to 8 bits; of an animation the first frame is taken.
+
+    Raises:
+        MediaError: missing, corrupt, too large (a decompression bomb), or not allowed.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's bomb warning, which is an error here
+            image = _as_pil(value, folder, access)
+            if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
+                raise MediaError(f"image of {image.width} x {image.height} pixels is a decompression bomb")
+            image.load()
+            return _to_rgb(ImageOps.exif_transpose(image))
+    except MediaError:
+        raise
+    except Exception as problem:  # decoders raise whatever they like on corrupt data
+        raise MediaError(f"image cannot be read ({_told(problem)})") from None
+
+
+def _as_pil(value, folder, access):
+    from PIL import Image
+
+    if isinstance(value, Image.Image):
+        return value
+    if hasattr(value, "__array__"):
+        return _array_to_pil(value)
+    content = _content(value, folder, access)
+    return Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
+
+
+def _array_to_pil(value):
+    import numpy as np
+    from PIL import Image
+
+    array = np.asarray(value)
+    if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
+        array = np.moveaxis(array, 0, -1)
+    if array.ndim not in (2, 3) or 0 in array.shape or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)):
+        raise MediaError(f"an array of shape {tuple(array.shape)} is no image")
+    if array.dtype == bool:
+        array = array * np.uint8(255)
+    elif array.dtype == np.uint16:
+        array = (array // 257).astype(np.uint8)
+    elif array.dtype != np.uint8:
+        if not np.isfinite(array).all():
+            raise MediaError("an image array holds NaN or infinity")
+        scale = 255 if np.issubdtype(array.dtype, np.floating) and array.max(initial=0) <= 1 else 1
+        array = (array * scale).round().clip(0, 255).astype(np.uint8)
+    return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array)
+
+
+def _to_rgb(image):
+    """Any Pillow mode to RGB: deep samples scaled, transparency over white."""
+    import numpy as np
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image, dtype=np.uint16) // 257).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        samples = np.asarray(image, dtype=np.float64)
+        if not np.isfinite(samples).all():
+            raise MediaError("the image holds NaN or infinity")
+        # These modes do not say their range: take the smallest usual one that holds every sample.
+        top = next((top for top in (1.0 if image.mode == "F" else 255.0, 255.0, 65535.0) if samples.max() <= top), None)
+        top = samples.max() if top is None else top
+        image = Image.fromarray((samples.clip(0, top) * (255.0 / top)).round().astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def open_audio(
+    value: Any,
+    rate: int,
+    max_seconds: float | None = None,
+    folder: Path | None = None,
+    access: MediaAccess = MediaAccess(),
+):
+    """Open a clip in any form a row may hold, as mono samples at the model's rate.
+
+    Args:
+        value: a path, a `file:`, `data:` or (if allowed) `https:` URL, bytes, `{"bytes", "path"}`,
+            `{"array", "sampling_rate"}` with an array [samples] or [samples, channels], or a `datasets` audio decoder.
+        rate: samples a second the model takes.
+        max_seconds: what the model hears; the rest is not even decoded.
+        folder: what a relative path is relative to.
+
+    Returns:
+        (samples, seconds): float32 [n] in -1..1, and the length of the whole clip, longer than what is returned when
+        the clip was cut.
+
+    Raises:
+        MediaError: missing, corrupt, shorter than 161 samples, holding NaN or infinity, or not allowed.
+    """
+    import numpy as np
+
+    try:
+        samples, source_rate, seconds = _decode_audio(value, max_seconds, folder, access)
+    except MediaError:
+        raise
+    except Exception as problem:  # decoders raise whatever they like on corrupt data
+        raise MediaError(f"audio cannot be read ({_told(problem)})") from None
+    if not np.isfinite(samples).all():
+        raise MediaError("audio holds NaN or infinity")
+    mono = samples.mean(axis=1) if samples.ndim == 2 else samples
+    if source_rate != rate and len(mono):
+        import librosa
+
+        mono = librosa.resample(mono, orig_sr=source_rate, target_sr=rate)
+    if max_seconds is not None:
+        mono = mono[: int(max_seconds * rate)]
+    if len(mono) < MIN_SAMPLES:
+        raise MediaError(f"audio has {len(mono)} samples at {rate} Hz: shorter than one soft token")
+    return np.ascontiguousarray(mono, dtype=np.float32), seconds
+
+
+def _decode_audio(value, max_seconds, folder, access):
+    """(samples [n] or [n, channels] float32, rate, seconds of the whole clip)."""
+    import numpy as np
+
+    if hasattr(value, "get_all_samples"):  # datasets.Audio with decode=True
+        decoded = value.get_all_samples()
+        value = {"array": np.asarray(decoded.data).T, "sampling_rate": decoded.sample_rate}
+    if isinstance(value, Mapping) and value.get("array") is not None:
+        if not value.get("sampling_rate"):
+            raise MediaError("an audio array without its sampling_rate")
+        samples, rate = _audio_array(value["array"]), int(value["sampling_rate"])
+        wanted = len(samples) if max_seconds is None else int(max_seconds * rate) + 1
+        return samples[:wanted], rate, len(samples) / rate
+    if hasattr(value, "__array__") or (isinstance(value, list | tuple) and value):
+        raise MediaError('a bare audio array has no rate: give {"array", "sampling_rate"}')
+    content = _content(value, folder, access)
+    return _decode_file(content, max_seconds)
+
+
+def _decode_file(content: bytes | Path, max_seconds):
+    """Decode with soundfile, and what soundfile cannot read (m4a, webm, ...) with librosa's other backends."""
+    import soundfile
+
+    def stream():
+        return io.BytesIO(content) if isinstance(content, bytes) else content
+
+    try:
+        with soundfile.SoundFile(stream()) as file:
+            wanted = -1 if max_seconds is None else int(max_seconds * file.samplerate) + 1
+            samples = file.read(frames=wanted, dtype="float32", always_2d=True)
+            return samples, file.samplerate, max(file.frames, len(samples)) / file.samplerate
+    except soundfile.LibsndfileError as problem:
+        if isinstance(content, bytes) or content.suffix.lower() in (".wav", ".flac", ".ogg", ".mp3"):
+            raise MediaError(f"audio cannot be read ({_told(problem)})") from None
+    import librosa
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # librosa announces the backend it falls back to
+        samples, rate = librosa.load(content, sr=None, mono=False)
+    return samples.T, int(rate), samples.shape[-1] / rate
+
+
+def _audio_array(value):
+    """Samples [n] or [n, channels] in float32; integers are scaled by their type's range."""
+    import numpy as np
+
+    samples = np.asarray(value)
+    if samples.ndim not in (1, 2):
+        raise MediaError(f"an array of shape {tuple(samples.shape)} is no audio")
+    if samples.ndim == 2 and samples.shape[0] < samples.shape[1]:  # [channels, n]
+        samples = samples.T
+    if samples.dtype == np.uint8:
+        return (samples.astype(np.float32) - 128) / 128
+    if samples.dtype in (np.int16, np.int32):
+        return samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
+    return samples.astype(np.float32)
+
+
+# ---- where the bytes come from
+
+
+def _content(value, folder: Path | None, access: MediaAccess) -> bytes | Path:
+    """The bytes of a media value, or the path to read them from."""
+    if isinstance(value, Mapping):
+        if value.get("bytes") is not None:
+            value = value["bytes"]
+        elif value.get("path") or value.get("url"):
+            value = value.get("path") or value["url"]
+        else:
+            raise MediaError("a media value with neither bytes nor path")
+    if isinstance(value, bytes | bytearray | memoryview):
+        if not len(value):
+            raise MediaError("empty bytes")
+        return bytes(value)
+    if not isinstance(value, str | Path) or not str(value):
+        raise MediaError(f"a {type(value).__name__} is no media value")
+    text = str(value)
+    if text.startswith("data:"):
+        return _data_uri(text)
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", text):
+        if not text.startswith("file://"):
+            return _remote(text, access)
+        text = unquote(urlparse(text).path)
+    return _local(Path(text), folder, access)
+
+
+def _data_uri(text: str) -> bytes:
+    head, _, payload = text.partition(",")
+    try:
+        content = base64.b64decode(payload, validate=True) if head.endswith(";base64") else unquote(payload).encode()
+    except (binascii.Error, ValueError):
+        raise MediaError("a data: URI with broken base64") from None
+    if not content:
+        raise MediaError("a data: URI without data")
+    return content
+
+
+def _local(path: Path, folder: Path | None, access: MediaAccess) -> Path:
+    path = path.expanduser()
+    if not path.is_absolute() and folder is not None:
+        path = folder / path
+    if access.root is not None and not path.resolve().is_relative_to(access.root.resolve()):
+        raise MediaError(f"{path} lies outside the media root")
+    if not path.is_file():
+        raise MediaError(f"no such file: {path}")
+    if path.stat().st_size == 0:
+        raise MediaError(f"empty file: {path}")
+    return path
+
+
+def _remote(url: str, access: MediaAccess) -> bytes:
+    if not access.remote:
+        raise MediaError("a remote URL, which is fetched only with --allow-remote-media")
+    if not url.startswith(("http://", "https://")):
+        raise MediaError(f"a URL of an unsupported kind: {url.split('://')[0]}")
+    from urllib.request import Request, urlopen
+
+    with urlopen(Request(url, headers={"User-Agent": "gemma-trainer"}), timeout=30) as answer:
+        content = answer.read(MAX_REMOTE_BYTES + 1)
+    if len(content) > MAX_REMOTE_BYTES:
+        raise MediaError("a remote file of more than 100 MiB")
+    return content
+
+
+def _told(problem: Exception) -> str:
+    """A decoder's complaint, short and without the data it may quote."""
+    return f"{type(problem).__name__}: {problem}"[:160].replace("\n", " ")

@@ -1,0 +1,207 @@
+"""Load a Gemma with its processor, quantize it, and choose what is trained."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from .errors import CannotLoad, EnvironmentUnfit, UsageError
+from .families import family_of_config
+
+PARTS = ("language", "vision", "audio")
+
+
+def load_config(name: str):
+    """The config and family of a model: a hub id or a folder.
+
+    Raises:
+        CannotLoad: not found, gated, offline, or not a supported Gemma; the message says what to do.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as problem:
+        raise CannotLoad(_advice(name, problem)) from None
+    return config, family_of_config(config)
+
+
+def load_processor(name: str, config):
+    """The processor of a multimodal Gemma, or the tokenizer of a text-only one.
+
+    Raises:
+        CannotLoad: the folder has none, or one of another model.
+    """
+    from transformers import AutoProcessor, AutoTokenizer
+
+    text_only = not hasattr(config, "vision_config") and not hasattr(config, "audio_config")
+    try:
+        processor = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(name)
+    except (OSError, ValueError, KeyError, ImportError) as problem:
+        raise CannotLoad(f"no processor can be loaded from {name} ({_first_line(problem)})") from None
+    if not text_only and not hasattr(processor, "tokenizer"):
+        raise CannotLoad(f"{name} has a tokenizer but no processor (processor_config.json): copy the model's own there")
+    return processor
+
+
+def load_model(name: str, config, dtype, quantize: bool = False):
+    """Load the weights.
+
+    Args:
+        name: a hub id or a folder.
+        dtype: torch dtype of the weights; of the computation where they are quantized.
+        quantize: 4-bit NF4 with double quantization (QLoRA, arXiv 2305.14314), on CUDA.
+
+    Raises:
+        CannotLoad: the weights cannot be found or read.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    options = {"dtype": dtype}
+    if quantize:
+        options["quantization_config"] = nf4(dtype)
+        options["device_map"] = {"": torch.cuda.current_device()}
+    if torch.cuda.device_count() > 1 and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        options["device_map"] = "auto"  # one process, several GPUs: the model is spread over them
+    auto = AutoModelForCausalLM if config.model_type.endswith("_text") else AutoModelForImageTextToText
+    try:
+        return auto.from_pretrained(name, config=config, **options)
+    except (OSError, ValueError, KeyError) as problem:
+        raise CannotLoad(_advice(name, problem)) from None
+
+
+def nf4(dtype):
+    """The QLoRA quantization: nf4 weights, quantized constants, computation in `dtype`."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def decide_quantization(wanted: str, device: str, full: bool) -> tuple[bool, str]:
+    """Whether to load in 4 bits, and why.
+
+    Args:
+        wanted: "auto" (4-bit where LoRA runs on CUDA with bitsandbytes installed), "4bit" or "none".
+
+    Raises:
+        UsageError: 4-bit together with full fine-tuning.
+        EnvironmentUnfit: 4-bit without CUDA or without bitsandbytes.
+    """
+    from importlib.util import find_spec
+
+    if wanted == "none" or (wanted == "auto" and (full or device != "cuda")):
+        return False, "weights not quantized"
+    if full:
+        raise UsageError("--quantize 4bit cannot be fine-tuned in full: drop --full or use --quantize none")
+    if device != "cuda":
+        raise EnvironmentUnfit(f"--quantize 4bit needs an NVIDIA GPU, found {device}: use --quantize none")
+    if find_spec("bitsandbytes") is None:
+        if wanted == "4bit":
+            raise EnvironmentUnfit("--quantize 4bit needs bitsandbytes: pip install bitsandbytes")
+        return False, "weights not quantized: bitsandbytes is not installed"
+    return True, "4-bit nf4 weights with double quantization"
+
+
+def lora_pattern(model, targets: str) -> str:
+    """The regular expression of the modules that LoRA adapts.
+
+    Args:
+        targets: parts of the model by name, comma-separated (`language`, `vision`, `audio`, `all`), or a regular
+            expression that matches whole module names or their ends, such as `q_proj|v_proj`.
+
+    Raises:
+        UsageError: nothing matches, or a module matches that LoRA cannot adapt; the message gives near names.
+    """
+    family = family_of_config(model.config)
+    names = [part.strip() for part in targets.split(",")]
+    if "all" in names:
+        names = [part for part in PARTS if _linear_names(model, family.lora_targets[part])]
+    if all(name in PARTS for name in names):
+        missing = [name for name in names if not _linear_names(model, family.lora_targets[name])]
+        if missing:
+            raise UsageError(f"--lora-targets {missing[0]}: this model has no {missing[0]} layers")
+        return "|".join(f"(?:{family.lora_targets[name]})" for name in names)
+    try:
+        pattern = rf"(?:.*\.)?(?:{targets})"
+        if not _linear_names(model, pattern) and _linear_names(model, rf"{pattern}\.linear"):
+            pattern = rf"{pattern}\.linear"  # a tower's wrapper: the linear inside it is meant
+        found = _linear_names(model, pattern)
+    except re.error as problem:
+        raise UsageError(
+            f"--lora-targets is neither {', '.join(PARTS)}, all nor a regular expression: {problem}"
+        ) from None
+    if not found:
+        raise UsageError(f"--lora-targets {targets} matches no linear layer; near names: {_near_names(model, targets)}")
+    if any(model.get_submodule(name) is model.get_output_embeddings() for name in found):
+        raise UsageError("--lora-targets matches the output head, which is tied to the embeddings: leave it out")
+    return pattern
+
+
+def _linear_names(model, pattern: str) -> list[str]:
+    import torch
+
+    matching = re.compile(pattern)
+    return [
+        name
+        for name, module in model.named_modules()
+        if matching.fullmatch(name) and isinstance(module, torch.nn.Linear)
+    ]
+
+
+def _near_names(model, targets: str) -> str:
+    import torch
+
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    leaves = {name.removesuffix(".linear").rpartition(".")[2] for name in linear}
+    wanted = re.sub(r"[^\w|,]", "", targets).replace(",", "|").split("|")
+    near = [name for word in wanted for name in difflib.get_close_matches(word, leaves, 3, 0.4)]
+    return ", ".join(dict.fromkeys(near)) or ", ".join(sorted(leaves)[:8])
+
+
+def add_lora(model, targets: str, r: int, alpha: int, dropout: float):
+    """Wrap a model with LoRA adapters on the layers that `targets` names (see `lora_pattern`)."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=lora_pattern(model, targets), task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)
+
+
+def describe_trained(model) -> dict:
+    """Parameter counts and, per part of the model, how many modules carry adapters."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    adapted = {name.split(".lora_")[0] for name in trained if ".lora_" in name}
+    towers = {"vision": ("vision_tower", "embed_vision"), "audio": ("audio_tower", "embed_audio")}
+    parts = dict.fromkeys(PARTS, 0)
+    for name in adapted:
+        part = next((part for part, keys in towers.items() if any(key in name for key in keys)), "language")
+        parts[part] += 1
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return {
+        "trainable_parameters": sum(n for n, trains in counts if trains),
+        "total_parameters": sum(n for n, _ in counts),
+        "trains": ", ".join(f"LoRA on {n} {part} layers" for part, n in parts.items() if n) or "all weights",
+    }
+
+
+def _advice(name: str, problem: Exception) -> str:
+    text = str(problem).lower()
+    if "gated" in text or "401" in text or "403" in text:
+        return f"{name} is gated: accept its licence on its model page, then log in with `hf auth login`"
+    if Path(name).is_dir():
+        return f"{name} is a folder, but no model can be loaded from it ({_first_line(problem)})"
+    return (
+        f"{name} cannot be loaded: no such folder, not in the local cache, and not to be had from the hub (offline?).\n"
+        f"Give --model the folder of a downloaded model, or go online and run `hf download {name}` once."
+    )
+
+
+def _first_line(problem: Exception) -> str:
+    lines = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:200]

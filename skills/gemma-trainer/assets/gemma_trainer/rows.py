@@ -1,0 +1,400 @@
+"""What people write as a row, turned into one canonical row.
+
+`read_row` takes a conversation (`messages`), `prompt` + `completion`, `instruction` / `input` / `output`,
+`conversations` with `from` / `value`, or `text`, with media inline or in columns, and returns a `Row`. It never opens a
+media file and never changes what it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import RowError
+from .text_rows import read_turns
+
+SOURCE = "__source__"  # (row name, folder of the data file): added by sources.py, never by a user
+
+ACCEPTED = (
+    "messages; prompt + completion; instruction [+ input] + output; conversations (from / value); text; "
+    "each with media inline or in image(s) / audio(s) columns"
+)
+
+ROLES = {
+    "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
+    "model": "assistant", "gpt": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool",
+    "function": "tool",
+}  # fmt: skip
+MEDIA_COLUMNS = {"image": ("image", "images"), "audio": ("audio", "audios")}
+BLOCK_TYPES = {"text": "text", "image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio",
+               "audio_url": "audio", "input_image": "image", "input_text": "text", "output_text": "text"}  # fmt: skip
+TEXT_PLACEHOLDER = re.compile(r"<(image|audio)>")  # the llava way of marking a slot; no control token of any Gemma
+THOUGHT = re.compile(r"\s*<\|channel>thought\n?(.*?)\n?<channel\|>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Media:
+    """One image or clip of a row, still as the user gave it: a path, bytes, an array, a PIL image, a URL."""
+
+    kind: str  # "image" or "audio"
+    value: Any
+
+
+@dataclass
+class Row:
+    """A canonical row.
+
+    `messages` hold `role`, `content` (a string, or blocks `{"type": "text", "text"}`, `{"type": "image"}`,
+    `{"type": "audio"}`), and where given `tool_calls`, `reasoning`, `name`, `tool_call_id`, `train`. `media` lists the
+    row's images and clips in the order of their blocks. A raw row has `text` instead of `messages`.
+    """
+
+    name: str
+    messages: list[dict] = field(default_factory=list)
+    text: str | None = None
+    tools: list | None = None
+    media: list[Media] = field(default_factory=list)
+    trained: bool = True
+    folder: Path | None = None
+
+
+def read_row(raw: Mapping, name: str = "row") -> Row:
+    """Turn one row of any accepted format into a `Row`.
+
+    Args:
+        raw: the row as read from a file or a data set, e.g. `{"prompt": "Name a fruit", "completion": "Pear"}`.
+        name: what errors call it, where the row does not bring its own name.
+
+    Raises:
+        RowError: the row is in no known format, or something in it cannot be read; the message names the row.
+    """
+    if not isinstance(raw, Mapping):
+        raise RowError(name, f"a row must be an object, found {type(raw).__name__}")
+    name, folder = raw.get(SOURCE) or (name, None)
+    try:
+        fields = {key: value for key, value in _without_none(raw).items() if key != SOURCE}
+        row = Row(name=name, folder=Path(folder) if folder else None, tools=_tools(fields.get("tools")))
+        row.trained = _loss_type(fields.get("loss_type", "supervised"))
+        row.messages, row.text = _conversation(fields)
+        if row.text is None:
+            row.messages = merge_consecutive(row.messages)
+            row.messages, row.media = _place_media(row.messages, _media_columns(fields))
+        elif any(_media_columns(fields).values()):
+            raise ValueError("a text row has no place for media: write the row as messages")
+    except (ValueError, TypeError, KeyError) as problem:
+        raise RowError(name, str(problem)) from None
+    return row
+
+
+def _without_none(value):
+    """Drop the keys that Arrow filled with None. Payloads (arrays, bytes) are left alone."""
+    if isinstance(value, Mapping):
+        payload = ("array", "bytes", SOURCE)
+        return {k: v if k in payload else _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list) and not (value and isinstance(value[0], int | float)):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def _loss_type(value) -> bool:
+    if value not in ("supervised", "context_only"):
+        raise ValueError("loss_type must be supervised or context_only")
+    return value == "supervised"
+
+
+def _conversation(fields: dict) -> tuple[list[dict], str | None]:
+    """(messages, None) of a conversation in any format, or ([], text) of a raw text row."""
+    if "messages" in fields:
+        return [_message(m) for m in _list_of(fields["messages"], "messages")], None
+    if "conversations" in fields:
+        return [_message(m) for m in _list_of(fields["conversations"], "conversations")], None
+    if "prompt" in fields and "completion" in fields:
+        prompt, completion = _side(fields["prompt"], "user"), _side(fields["completion"], "assistant")
+        return [m | {"train": False} if m["role"] == "assistant" else m for m in prompt] + completion, None
+    if "instruction" in fields and "output" in fields:
+        request = "\n\n".join(_string(fields[key], key) for key in ("instruction", "input") if fields.get(key))
+        system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
+        pair = [{"role": "user", "content": request}, {"role": "assistant", "content": fields["output"]}]
+        return [_message(m) for m in system + pair], None
+    if "text" in fields:
+        turns = read_turns(_string(fields["text"], "text"))
+        return [_message({"role": role, "content": said}) for role, said in turns or ()], None if turns else fields[
+            "text"
+        ]
+    if "chosen" in fields or "rejected" in fields:
+        raise ValueError("a preference row (chosen / rejected) cannot be used for supervised fine-tuning")
+    found = ", ".join(key[:40] for key in sorted(map(str, fields))[:12]) or "no keys"
+    raise ValueError(f"no known format; found: {found}; accepted: {ACCEPTED}")
+
+
+def _list_of(value, what: str) -> list:
+    if isinstance(value, str):  # CSV and some exporters write the list as JSON text
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError(f"{what} is a string that is not JSON") from None
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{what} must be a list with at least one message")
+    return value
+
+
+def _side(value, role: str) -> list[dict]:
+    """A prompt or completion: a string is one message of `role`, a list is messages."""
+    if isinstance(value, str):
+        return [_message({"role": role, "content": value})]
+    return [_message(m) for m in _list_of(value, "prompt" if role == "user" else "completion")]
+
+
+def _word(value) -> str:
+    """A value for an error message, if it is a single word; errors never quote the data's text."""
+    return f" {value!r}" if re.fullmatch(r"[\w-]{1,20}", str(value)) else ""
+
+
+def _string(value, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} must be a string, found {type(value).__name__}")
+    return value
+
+
+# ---- messages
+
+
+def _message(raw) -> dict:
+    """One message in canonical form; media blocks keep their value under "value" until `_place_media` takes it."""
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"a message must be an object, found {type(raw).__name__}")
+    spelled = str(raw.get("role", raw.get("from", "")))
+    if spelled == "function_call":  # sharegpt: a call written as JSON text
+        call = json.loads(_string(raw.get("value", raw.get("content")), "function_call"))
+        return {"role": "assistant", "content": "", "tool_calls": _tool_calls([call])}
+    if spelled not in ROLES:
+        raise ValueError(f"unknown role{_word(spelled)}; known: {', '.join(ROLES)}")
+    message = {"role": ROLES[spelled], "content": _content(raw.get("content", raw.get("value", "")))}
+    if message["role"] == "assistant":
+        _read_assistant(message, raw)
+    elif message["role"] == "tool":
+        message |= {key: _string(raw[key], key) for key in ("name", "tool_call_id") if key in raw}
+    return message
+
+
+def _read_assistant(message: dict, raw: Mapping) -> None:
+    if raw.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(raw["tool_calls"])
+    reasoning = raw.get("reasoning") or raw.get("reasoning_content")
+    if not reasoning:
+        reasoning, message["content"] = _split_thought(message["content"])
+    if reasoning:
+        message["reasoning"] = _string(reasoning, "reasoning")
+    if raw.get("train") is False or raw.get("weight") == 0:  # `weight` is how OpenAI's fine-tuning files say it
+        message["train"] = False
+
+
+def _split_thought(content) -> tuple[str, Any]:
+    """Read a complete leading `<|channel>thought...<channel|>` of assistant content as reasoning."""
+    first = content if isinstance(content, str) else content[0].get("text", "") if content else ""
+    found = THOUGHT.match(first)
+    if not found:
+        return "", content
+    rest = first[found.end() :]
+    return found[1].strip(), rest if isinstance(content, str) else [content[0] | {"text": rest}, *content[1:]]
+
+
+def _tool_calls(calls) -> list[dict]:
+    """OpenAI or flat calls, with JSON-text arguments parsed: templates want a mapping."""
+    if isinstance(calls, str):
+        calls = json.loads(calls)
+    result = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call)
+        arguments = function.get("arguments", function.get("parameters", {}))
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except json.JSONDecodeError:
+                raise ValueError("the arguments of a tool call are not JSON") from None
+        if not isinstance(arguments, Mapping):
+            raise ValueError("the arguments of a tool call must be a JSON object")
+        named = {"name": _string(function.get("name"), "the name of a tool call"), "arguments": dict(arguments)}
+        identity = {"id": call["id"]} if "id" in call else {}
+        result.append(identity | {"type": "function", "function": named})
+    return result
+
+
+def _tools(tools) -> list | None:
+    if isinstance(tools, str):
+        tools = json.loads(tools) if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError("tools must be a list of function declarations")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _content(content):
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Mapping):
+        is_block = content.get("type") in BLOCK_TYPES
+        content = [content] if is_block else json.dumps(content, ensure_ascii=False)  # a tool's structured result
+    if isinstance(content, list):
+        return [_block(block) for block in content]
+    if isinstance(content, str):
+        return content
+    raise ValueError(f"content must be a string or a list of blocks, found {type(content).__name__}")
+
+
+def _block(block) -> dict:
+    if isinstance(block, str):
+        return {"type": "text", "text": block}
+    if not isinstance(block, Mapping):
+        raise ValueError(f"a content block must be an object, found {type(block).__name__}")
+    spelled = block.get("type") or next((key for key in ("text", "image", "audio", "video") if key in block), None)
+    if str(spelled).startswith("video") or str(spelled) == "input_video":
+        raise ValueError("video blocks are not supported: give frames as images, or leave the row out")
+    kind = BLOCK_TYPES.get(spelled)
+    if kind is None:
+        raise ValueError(f"unknown content block type{_word(spelled)}; known: text, image, audio")
+    if kind == "text":
+        return {"type": "text", "text": _string(block.get("text", ""), "the text of a block")}
+    return {"type": kind, "value": _media_value(block, kind)}
+
+
+def _media_value(block: Mapping, kind: str):
+    """The media of a block: under the key named like the type, or `url` / `path`, or the OpenAI shapes."""
+    for key in (kind, f"{kind}_url", f"input_{kind}", "url", "path", "bytes"):
+        if key in block:
+            value = block[key]
+            if key == "bytes":
+                return {"bytes": value}
+            if isinstance(value, Mapping) and "url" in value:  # image_url: {"url"}
+                return value["url"]
+            if isinstance(value, Mapping) and isinstance(value.get("data"), str):  # input_audio: {"data", "format"}
+                return f"data:{kind}/{value.get('format', '')};base64,{value['data']}"
+            return value
+    return None
+
+
+# ---- merging and media
+
+
+def merge_consecutive(messages: list[dict]) -> list[dict]:
+    """Join neighbours of one role (texts by a newline); the joint message is trained only if all parts are.
+
+    Tool messages stay apart: each answers its own call.
+    """
+    merged: list[dict] = []
+    for message in messages:
+        if merged and message["role"] == merged[-1]["role"] != "tool":
+            last = merged[-1] = dict(merged[-1])
+            last["content"] = _join(last["content"], message["content"])
+            if "tool_calls" in message:
+                last["tool_calls"] = last.get("tool_calls", []) + message["tool_calls"]
+            if "reasoning" in message:
+                last["reasoning"] = _join(last.get("reasoning", ""), message["reasoning"])
+            if message.get("train") is False:
+                last["train"] = False
+        else:
+            merged.append(message)
+    return merged
+
+
+def _join(first, second):
+    if not first or not second:
+        return first or second
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n{second}"
+    first, second = _blocks(first), _blocks(second)
+    if first[-1]["type"] == second[0]["type"] == "text":
+        joint = {"type": "text", "text": f"{first[-1]['text']}\n{second[0]['text']}"}
+        return [*first[:-1], joint, *second[1:]]
+    return first + second
+
+
+def _blocks(content) -> list[dict]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _media_columns(fields: Mapping) -> dict[str, list]:
+    columns: dict[str, list] = {"image": [], "audio": []}
+    for kind, keys in MEDIA_COLUMNS.items():
+        for key in keys:
+            value = fields.get(key)
+            if isinstance(value, list | tuple):
+                columns[kind] += [item for item in value if item is not None]
+            elif value is not None and not (isinstance(value, str) and not value):
+                columns[kind].append(value)
+    return columns
+
+
+def _place_media(messages: list[dict], columns: dict[str, list]) -> tuple[list[dict], list[Media]]:
+    """Fill empty media blocks from the columns, in order; take every block's value out into the media list."""
+    if any(columns.values()):
+        messages = _open_slots(messages, columns)
+    waiting = {kind: iter(values) for kind, values in columns.items()}
+    media, placed = [], []
+    for message in messages:
+        if isinstance(message["content"], list):
+            blocks = []
+            for block in message["content"]:
+                if block["type"] != "text":
+                    value = block.get("value")
+                    value = next(waiting[block["type"]], None) if value is None else value
+                    if value is None:
+                        raise ValueError(f"an {block['type']} block without its {block['type']}")
+                    media.append(Media(block["type"], value))
+                    block = {"type": block["type"]}
+                blocks.append(block)
+            message = message | {"content": blocks}
+        placed.append(message)
+    for kind, rest in waiting.items():
+        if left := len(list(rest)):
+            raise ValueError(f"{left} more {kind} in the columns than {kind} placeholders in the messages")
+    return placed, media
+
+
+def _open_slots(messages: list[dict], columns: dict[str, list]) -> list[dict]:
+    """Give the columns' media blocks to go to: empty ones, `<image>` in a text, or the front of the first user turn."""
+    need = {kind: len(values) for kind, values in columns.items()}
+    for message in messages:
+        for block in message["content"] if isinstance(message["content"], list) else []:
+            if block["type"] != "text" and block.get("value") is None:
+                need[block["type"]] = 0
+    marked = {
+        found for m in messages if m["role"] == "user" for t in _texts(m) for found in TEXT_PLACEHOLDER.findall(t)
+    }
+    split = {kind for kind in marked if need[kind]}
+    messages = [m | {"content": _split_slots(m["content"], split)} if m["role"] == "user" else m for m in messages]
+    front = [{"type": kind, "value": None} for kind in need for _ in range(need[kind]) if kind not in split]
+    if front:
+        first = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
+        if first is None:
+            raise ValueError("media columns, but no user message to put them in")
+        messages[first] = messages[first] | {"content": front + _blocks(messages[first]["content"])}
+    return messages
+
+
+def _texts(message: dict) -> list[str]:
+    return [block["text"] for block in _blocks(message["content"]) if block["type"] == "text"]
+
+
+def _split_slots(content, kinds: set[str]):
+    """Turn `<image>` / `<audio>` in text into blocks, for the kinds named."""
+    if not kinds:
+        return content
+    blocks = []
+    for block in _blocks(content):
+        if block["type"] != "text":
+            blocks.append(block)
+            continue
+        for position, piece in enumerate(TEXT_PLACEHOLDER.split(block["text"])):
+            if position % 2 and piece in kinds:
+                blocks.append({"type": piece, "value": None})
+            elif position % 2:
+                blocks.append({"type": "text", "text": f"<{piece}>"})
+            elif piece.strip():
+                blocks.append({"type": "text", "text": piece})
+    return blocks

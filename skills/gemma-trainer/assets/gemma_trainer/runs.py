@@ -1,0 +1,188 @@
+"""A run's folder: refused when in use, filled file by file, each one whole; and what `run.json` says of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from .errors import EnvironmentUnfit, UsageError
+
+OWN_FILES = (
+    "checkpoint-*",
+    "base-model",
+    "adapter_*",
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.jsonl",
+    "README.md",
+    "report.html",
+)
+PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth")
+
+
+class Run:
+    """One run and its folder.
+
+    Args:
+        script: the script's name, for the default folder `runs/<script>-<date-time>` and `run.json`.
+        output: the folder, or None for the default.
+        overwrite, resume: what to do when it holds a run already; without either it is refused.
+
+    Raises:
+        UsageError: the folder holds a run or other files, or cannot be resumed from.
+    """
+
+    def __init__(self, script: str, output: str | None, overwrite: bool = False, resume: bool = False):
+        self.script, self.started, self.clock = script, datetime.datetime.now(datetime.UTC), time.monotonic()
+        self.folder = Path(output).expanduser() if output else self._default_folder()
+        self.overwrite, self.resume = overwrite, resume
+        self.record: dict = {}
+        self._check_folder(output)
+
+    def _default_folder(self) -> Path:
+        base = Path("runs") / f"{self.script}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        taken = (base.with_name(f"{base.name}-{n}") for n in range(2, 1000))
+        return next(taken) if base.exists() else base
+
+    def _check_folder(self, output) -> None:
+        if self.resume and not output:
+            raise UsageError("--resume needs --output, the folder of the run to go on with")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError(f"--output {self.folder} is a file")
+        used = self.folder.is_dir() and any(self.folder.iterdir())
+        holds_run = used and (self.folder / "run.json").exists()
+        if self.resume and not holds_run:
+            raise UsageError(f"--resume: there is no run in {self.folder}")
+        if used and not holds_run:
+            raise UsageError(f"--output {self.folder} holds other files: choose a new or empty folder")
+        if holds_run and not (self.overwrite or self.resume):
+            raise UsageError(
+                f"--output {self.folder} holds a run already: add --resume or --overwrite, or choose another"
+            )
+
+    def open(self, needed_bytes: int = 0) -> None:
+        """Make the folder ready; only now is an old run in it removed (with `overwrite`).
+
+        Raises:
+            EnvironmentUnfit: the disk has less room than `needed_bytes`, or the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.overwrite and not self.resume:
+                for path in [path for pattern in OWN_FILES for path in self.folder.glob(pattern)]:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(self.folder / ".unfinished", ignore_errors=True)  # what a killed run left
+            free = shutil.disk_usage(self.folder).free
+            if free < needed_bytes:
+                raise EnvironmentUnfit(
+                    f"not enough disk: {self.folder} needs about {_mib(needed_bytes)} for checkpoints and the result, "
+                    f"{_mib(free)} are free. Free some, or choose another --output."
+                )
+        except OSError as problem:
+            raise disk_error(problem, self.folder) from None
+        self.save_record(status="running", started=self.started.isoformat(timespec="seconds"), script=self.script)
+
+    def save_record(self, **facts) -> None:
+        """Add facts to `run.json` and write it."""
+        self.record |= facts
+        lines = (f" {json.dumps(key)}: {json.dumps(value, default=str)}" for key, value in self.record.items())
+        write_whole(self.folder / "run.json", "{\n" + ",\n".join(lines) + "\n}\n")
+
+    def finish(self, status: str, **facts) -> None:
+        """Write the last `run.json` and the report page."""
+        from .report import write_report
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+        timing = facts.pop("timing", {}) | {"total_s": round(time.monotonic() - self.clock, 1)}
+        self.save_record(status=status, timing=timing, peak_memory_mb=self._gpu_peak() or round(peak), **facts)
+        write_report(self.folder / "report.html", self.record, self.metrics())
+
+    def metrics(self) -> list[dict]:
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return [{k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in entry.items()} for entry in entries]
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Forget the log of steps that a resumed run will do again."""
+        path = self.folder / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            write_whole(path, "".join(line for line in lines if json.loads(line).get("step", 0) <= step))
+
+    @contextlib.contextmanager
+    def staged(self):
+        """A folder to write the result into; its files move into the run folder one by one, each whole."""
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".saving-") as staging:
+            yield Path(staging)
+            for path in sorted(Path(staging).iterdir()):
+                os.chmod(path, 0o666 & ~_umask())  # some writers make files that only their owner can read
+                os.replace(path, self.folder / path.name)
+
+    @staticmethod
+    def _gpu_peak() -> int:
+        import torch
+
+        return round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else 0
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
+    ) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o666 & ~_umask())
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages a run depends on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def checkpoint_bytes(model) -> int:
+    """About what a run writes: two checkpoints with the optimizer's two moments, and the result."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    optimizer = 2 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return 3 * (weights + optimizer) + weights + 64 * 2**20  # three: the new one is whole before an old one goes
+
+
+def disk_error(problem: OSError, folder: Path) -> EnvironmentUnfit:
+    """What an OSError while writing means to the user."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return EnvironmentUnfit(f"no room left on the disk of {folder}: free some, then add --resume to go on")
+    return EnvironmentUnfit(f"{folder} cannot be written ({problem.strerror or problem})")
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,235 @@
+"""TRL's trainers with what Gemma's media rows need, and the arguments of a run, every one of them explicit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import datasets
+import torch
+import transformers
+import trl
+
+from .collator import Batch, MultimodalCollator
+from .errors import DataError
+from .losses import trl_scores_trained_only, use_chunked_loss
+from .stats import add_counts
+
+MAX_NAMED = 1000  # problems kept by name
+MAX_LENGTHS = 20_000  # row lengths kept for the report's histogram
+
+
+class GemmaSFTTrainer(trl.SFTTrainer):
+    """`trl.SFTTrainer` on rows that the collator reads itself.
+
+    Loss and evaluation loss are means over trained tokens, whatever the batch sizes and the accumulation; logits are
+    made at trained positions only; a step with nothing trained has loss 0. Checkpoints appear whole or not at all.
+
+    `counts`, `problems` and `lengths` (tokens a row) add up over the batches that were trained on.
+
+    Args:
+        rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`.
+        collator, eval_collator: one `MultimodalCollator` each, so that their counters stay apart.
+        max_bad_media: largest share of unreadable media, and of unreadable rows, before the run stops.
+
+    Raises:
+        DataError: while training, when the share of bad media or rows is over `max_bad_media`.
+    """
+
+    def __init__(self, model, args, rows, collator, processor, eval_rows=None, eval_collator=None,
+                 max_bad_media: float = 0.05, callbacks=None):  # fmt: skip
+        self.counts: dict[str, int] = {}
+        self.problems: list[tuple[str, str]] = []
+        self.lengths: list[int] = []
+        self.max_bad_media = max_bad_media
+        self._eval_collator = eval_collator or collator
+        self._eval_sums = [0.0, 0]
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=collator,
+            # TRL wants a `datasets.Dataset` and looks at its first row to choose a path; ours is read by the collator.
+            train_dataset=datasets.Dataset.from_dict({"row": [""]}),
+            eval_dataset=eval_rows,
+            processing_class=processor,
+            callbacks=[BadMediaStop(self), *(callbacks or [])],
+        )
+        self.train_dataset = rows
+        # Gemma 4 says accepts_loss_kwargs=False; with the losses used here accumulation is token-weighted.
+        self.model_accepts_loss_kwargs = True
+        self._own_loss = not trl_scores_trained_only(self.args.device.type)
+        if self._own_loss:
+            use_chunked_loss(_inner(self.model))
+
+    # -- loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if num_items_in_batch is not None:  # none trained in this whole step: loss 0 rather than 0 / 0
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
+        if not self._own_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = inputs | {"use_cache": False}
+        loss, outputs = transformers.Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+        accuracy = outputs.correct / outputs.scored.clamp(min=1)
+        self._metrics["train" if self.model.training else "eval"]["mean_token_accuracy"].append(accuracy.item())
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if isinstance(inputs, Batch):
+            add_counts(self.counts, inputs.counts)
+            self.problems += inputs.problems[: MAX_NAMED - len(self.problems)]
+            self.lengths += inputs["attention_mask"].sum(1).tolist()[: MAX_LENGTHS - len(self.lengths)]
+            self.check_media(after=100)
+        return super().training_step(model, dict(inputs), num_items_in_batch)
+
+    def check_media(self, after: int = 1) -> None:
+        """Stop when too many media, or rows, of those seen so far could not be read."""
+        media = self.counts.get("images", 0) + self.counts.get("clips", 0)
+        rows = self.counts.get("rows", 0) + self.counts.get("bad_rows", 0)
+        for what, seen in (("media", media), ("rows", rows)):
+            bad = self.counts.get(f"bad_{what}", 0)
+            if seen >= after and bad > self.max_bad_media * seen:
+                named = "; ".join(f"{row}: {reason}" for row, reason in self.problems[:3])
+                limit = f"--max-bad-media {self.max_bad_media:g}"
+                raise DataError(f"{bad} of {seen} {what} cannot be read, over {limit}. First: {named}")
+
+    # -- evaluation
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        tokens = int((inputs["labels"][:, 1:] != -100).sum())
+        result = super().prediction_step(model, dict(inputs), prediction_loss_only, ignore_keys)
+        self._eval_sums[0] += float(result[0]) * tokens
+        self._eval_sums[1] += tokens
+        return result
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        self._eval_sums = [0.0, 0]
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        sums = torch.tensor(self._eval_sums, dtype=torch.float64, device=_sum_device(self.args.device))
+        total, tokens = self.accelerator.reduce(sums, "sum").tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = total / max(tokens, 1)
+        return output
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        training, self.data_collator = self.data_collator, self._eval_collator
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = training
+
+    # -- checkpoints
+
+    def _save_checkpoint(self, model, trial):
+        """Write a checkpoint beside its place and move it there whole; then drop the oldest beyond the limit."""
+        final, limit = Path(self.args.output_dir), self.args.save_total_limit
+        name = f"checkpoint-{self.state.global_step}"
+        unfinished = final / ".unfinished"
+        self.args.output_dir, self.args.save_total_limit = str(unfinished), None
+        try:
+            transformers.Trainer._save_checkpoint(self, model, trial)
+        finally:
+            self.args.output_dir, self.args.save_total_limit = str(final), limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            shutil.rmtree(final / name, ignore_errors=True)
+            os.replace(unfinished / name, final / name)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            for old in checkpoints(final)[: -limit if limit else None]:
+                shutil.rmtree(old, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+
+class BadMediaStop(transformers.TrainerCallback):
+    """Looks at the share of bad media at the end of each epoch, also where fewer than 100 were seen."""
+
+    def __init__(self, trainer: GemmaSFTTrainer):
+        self.trainer = trainer
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.trainer.check_media()
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The whole checkpoints in a run folder, oldest step first."""
+    found = [path for path in Path(folder).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def sft_arguments(
+    output: str | Path, precision, *, max_length: int, batch_size: int, grad_accum: int, lr: float, epochs: float,
+    max_steps: int, steps: int, seed: int, save_steps: int | None, eval_steps: int | None, evaluate: bool,
+    workers: int, report_to: list[str], checkpointing: bool, quiet: bool = False,
+) -> trl.SFTConfig:  # fmt: skip
+    """The arguments of a supervised run. TRL's own defaults differ by version (bf16 and checkpointing on, length 1024,
+    also on a CPU), so whatever matters is set here.
+
+    Args:
+        precision: a `precision.Precision`.
+        steps: optimizer steps of the whole run, from which logging, saving and evaluation intervals are taken.
+    """
+    often = max(1, steps // 10)
+    return trl.SFTConfig(
+        output_dir=str(output),
+        max_length=max_length,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        loss_type="chunked_nll" if trl_chunks() else "nll",
+        packing=False,
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=batch_size,
+        gradient_accumulation_steps=grad_accum,
+        num_train_epochs=epochs,
+        max_steps=max_steps,
+        learning_rate=lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, round(0.03 * steps)),
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        optim="adamw_torch",
+        bf16=precision.dtype == "bfloat16",
+        fp16=precision.dtype == "float16",
+        use_cpu=precision.device == "cpu",
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        remove_unused_columns=False,
+        dataloader_num_workers=workers,
+        dataloader_pin_memory=precision.device == "cuda",
+        ddp_find_unused_parameters=True,
+        logging_strategy="steps",
+        logging_steps=max(1, steps // 200),
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=save_steps or often,
+        save_total_limit=2,
+        eval_strategy="steps" if evaluate else "no",
+        eval_steps=eval_steps or often,
+        prediction_loss_only=True,
+        seed=seed,
+        data_seed=seed,
+        report_to=report_to or "none",
+        disable_tqdm=quiet,
+    )
+
+
+def trl_chunks() -> bool:
+    """Whether the installed TRL knows `loss_type="chunked_nll"` as a loss of its own (before 1.15)."""
+    from packaging.version import Version
+
+    return Version(trl.__version__) < Version("1.15")
+
+
+def something_is_trained(rows, collator: MultimodalCollator, size: int = 8) -> bool:
+    """Whether any row has a trained token after cutting; stops at the first that has."""
+    for start in range(0, len(rows), size):
+        batch = collator([rows[index] for index in range(start, min(start + size, len(rows)))])
+        if batch.counts.get("trained_tokens"):
+            return True
+    return False
+
+
+def _inner(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _sum_device(device):
+    return "cpu" if device.type == "mps" else device  # Metal has no float64

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = [
+#     "accelerate>=1.12,<2",
+#     "datasets>=4.8,<6",
+#     "jinja2>=3.1",
+#     "librosa>=0.11",
+#     "numpy>=2",
+#     "packaging>=24",
+#     "peft>=0.21,<1",
+#     "pillow>=11",
+#     "pyyaml>=6",
+#     "soundfile>=0.13",
+#     "torch>=2.9",
+#     "torchvision>=0.24",
+#     "transformers>=5.17,<6",
+#     "trl>=1.14.2,!=1.15.*,<2",
+# ]
+# ///
+"""Fine-tune a Gemma on conversations with text, images and audio (supervised fine-tuning)."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gemma_trainer import cli
+
+EXAMPLES = """\
+  python sft_train.py                                          # the built-in demo, offline, about a minute
+  python sft_train.py --model google/gemma-4-E2B-it --dataset rows.jsonl --test-size 0.1 --output run1
+  python sft_train.py --model ./gemma --dataset data/ --lora-targets language,vision --output run1 --resume"""
+
+
+@dataclass(frozen=True)
+class Config(cli.CollatorFlags, cli.TrainingFlags):
+    pass
+
+
+def main(config: Config) -> dict:
+    from gemma_trainer import recipe
+
+    config = recipe.with_defaults(config)
+    run = recipe.open_run(config, "sft_train")
+    data = recipe.load_data(config)
+    model_config, processor = recipe.load_processor(config)
+    collators = recipe.make_collators(config, processor, model_config)
+    recipe.check_data(config, data, collators[0])
+    if config.dry_run:
+        return recipe.plan(config, run, data, model_config)
+    model = recipe.load_model(config, run, model_config, processor)
+    trainer = recipe.make_sft_trainer(config, run, model, processor, data, collators)
+    recipe.train(config, run, trainer, data)
+    return recipe.report(config, run, trainer, processor, data)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_script(main, Config, __doc__, EXAMPLES))

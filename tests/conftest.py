@@ -1,0 +1,104 @@
+"""Tiny real models and processors, built once a run; no network, no accelerator."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS = ROOT / "skills" / "gemma-trainer" / "assets"
+SAMPLES = ASSETS / "samples"
+sys.path.insert(0, str(ASSETS))
+
+import pytest  # noqa: E402
+
+from gemma_trainer import demo  # noqa: E402
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Tell which label cases were not collected: those of chat templates that the installed TRL does not ship."""
+    import json
+
+    import trl.chat_template_utils as templates
+
+    cases = [json.loads(line) for line in (ROOT / "tests" / "data" / "labels.jsonl").read_text().splitlines()]
+    absent = [c["id"] for c in cases if c.get("template") and not hasattr(templates, f"{c['template']}_chat_template")]
+    if absent:
+        terminalreporter.write_line(f"not collected, the installed TRL lacks their template: {', '.join(absent)}")
+
+
+@pytest.fixture(scope="session")
+def processor():
+    return demo.make_processor()
+
+
+@pytest.fixture(scope="session")
+def model(processor):
+    """A tiny Gemma 4 whose weights no test changes."""
+    return demo.make_model(processor.tokenizer)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    return demo.write_model(tmp_path_factory.mktemp("tiny") / "gemma4")
+
+
+@pytest.fixture(scope="session")
+def media(tmp_path_factory):
+    """A folder with a clip of 3 s, one of 1 s, two pictures, and broken files."""
+    import numpy as np
+    import soundfile
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("media")
+    for name, seconds in (("three.wav", 3.0), ("one.wav", 1.0), ("short.flac", 0.4)):
+        time = np.arange(int(seconds * 16000)) / 16000
+        soundfile.write(folder / name, 0.3 * np.sin(2 * np.pi * 440 * time), 16000)
+    Image.new("RGB", (96, 64), "red").save(folder / "red.png")
+    Image.new("RGB", (50, 90), "blue").save(folder / "blue.jpg")
+    (folder / "page.jpg").write_text("<html>404</html>")
+    (folder / "text.wav").write_text("this is no audio")
+    return folder
+
+
+@pytest.fixture
+def script():
+    """Run a script in its own process; returns the finished process with text output."""
+
+    def run(*arguments, cwd=None, env=None, timeout=300):
+        name, *rest = map(str, arguments)
+        return subprocess.run(
+            [sys.executable, str(ASSETS / name), *rest],
+            cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
+
+    return run
+
+
+def trained_runs(tokenizer, batch, line=0):
+    """The contiguous runs of trained tokens of one row, decoded."""
+    runs, run = [], []
+    for token, label in zip(batch["input_ids"][line].tolist(), batch["labels"][line].tolist(), strict=True):
+        assert label in (-100, token)
+        if label != -100:
+            run.append(token)
+        elif run:
+            runs, run = [*runs, run], []
+    return [tokenizer.decode(tokens) for tokens in [*runs, run] if tokens]
+
+
+def talk(*contents, **fields):
+    """A row of user and assistant messages in turn."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)], **fields}
+
+
+def ask(media_folder, *files, answer="Yes."):
+    """A row with media files and a question, answered."""
+    kinds = {".wav": "audio", ".flac": "audio", ".png": "image", ".jpg": "image"}
+    blocks = [{"type": kinds[Path(f).suffix], kinds[Path(f).suffix]: str(media_folder / f)} for f in files]
+    return talk([*blocks, {"type": "text", "text": "What is it?"}], answer)

@@ -1,0 +1,200 @@
+"""What awkward pictures and recordings become, and what is refused."""
+
+import base64
+import io
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from gemma_trainer.errors import MediaError
+from gemma_trainer.media import MediaAccess, open_audio, open_image
+
+RATE = 16000
+
+
+def tone(seconds, rate, channels=1):
+    wave = 0.4 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * rate)) / rate)
+    return wave if channels == 1 else np.stack([wave] * channels, 1)
+
+
+@pytest.mark.parametrize(("name", "rate", "channels", "options", "seconds"), [
+    ("stereo.flac", 44100, 2, {}, 1.0), ("u8.wav", 8000, 1, {"subtype": "PCM_U8"}, 1.0),
+    ("six.wav", 48000, 6, {"subtype": "PCM_24"}, 0.5), ("float.wav", 22050, 1, {"subtype": "FLOAT"}, 2.0),
+    ("vorbis.ogg", 32000, 1, {}, 1.0), ("layer3.mp3", 32000, 1, {}, 1.0),
+])  # fmt: skip
+def test_any_rate_and_channel_count_becomes_mono_at_the_models_rate(tmp_path, name, rate, channels, options, seconds):
+    soundfile.write(tmp_path / name, tone(seconds, rate, channels), rate, **options)
+    samples, length = open_audio(name, RATE, 30.0, tmp_path)
+    assert samples.dtype == np.float32 and samples.ndim == 1
+    assert len(samples) == pytest.approx(seconds * RATE, abs=0 if name[-3:] != "mp3" else 2000)
+    assert length == pytest.approx(seconds, abs=0.12)
+    assert np.abs(np.fft.rfft(samples)).argmax() == pytest.approx(440 * len(samples) / RATE, abs=1)
+    assert 0.3 < np.abs(samples[800:-800]).max() < 0.5
+
+
+def test_a_long_clip_is_cut_to_what_the_model_hears_and_its_length_told(tmp_path):
+    soundfile.write(tmp_path / "long.wav", tone(33, RATE), RATE)
+    samples, length = open_audio(tmp_path / "long.wav", RATE, 30.0)
+    assert len(samples) == 30 * RATE and length == pytest.approx(33)
+
+
+@pytest.mark.parametrize("value", [
+    {"array": tone(1, 8000), "sampling_rate": 8000},
+    {"array": tone(1, 8000, 2), "sampling_rate": 8000},
+    {"array": tone(1, 8000, 2).T, "sampling_rate": 8000},
+    {"array": (tone(1, 8000) * 32767).astype(np.int16), "sampling_rate": 8000},
+    {"array": tone(1, 8000).tolist(), "sampling_rate": 8000, "path": None},
+])  # fmt: skip
+def test_arrays(value):
+    samples, _ = open_audio(value, RATE)
+    assert len(samples) == RATE and 0.3 < np.abs(samples).max() < 0.5
+
+
+def wav_bytes(samples=None):
+    file = io.BytesIO()
+    soundfile.write(file, tone(1, RATE) if samples is None else samples, RATE, format="WAV", subtype="FLOAT")
+    return file.getvalue()
+
+
+def test_bytes_and_data_uris():
+    content = wav_bytes()
+    uri = "data:audio/wav;base64," + base64.b64encode(content).decode()
+    for value in (content, {"bytes": content, "path": None}, uri):
+        assert len(open_audio(value, RATE)[0]) == RATE
+
+
+def with_nan():
+    samples = tone(1, RATE)
+    samples[100] = np.nan
+    return samples
+
+
+@pytest.mark.parametrize(("value", "reason"), [
+    ("absent.wav", "no such file"), ("empty.wav", "empty file"), ("text.wav", "cannot be read"),
+    (wav_bytes(np.zeros(0)), "0 samples"), (wav_bytes(tone(1, RATE)[:100]), "100 samples"),
+    (wav_bytes(with_nan()), "NaN"), ("https://example.org/a.wav", "--allow-remote-media"),
+    ("data:audio/wav;base64,!!", "broken base64"), ({"array": tone(1, RATE)}, "sampling_rate"),
+    (tone(1, RATE), "no rate"), ({"path": None, "bytes": None}, "neither bytes nor path"), (5, "int is no media"),
+    ({"array": np.zeros((2, 2, 2)), "sampling_rate": RATE}, "no audio"), (b"", "empty bytes"),
+])  # fmt: skip
+def test_bad_audio(tmp_path, value, reason):
+    (tmp_path / "empty.wav").touch()
+    (tmp_path / "text.wav").write_text("this is no audio")
+    with pytest.raises(MediaError, match=reason):
+        open_audio(value, RATE, 30.0, tmp_path)
+
+
+# ---- images
+
+
+def rgba():
+    pixels = np.zeros((64, 96, 4), np.uint8)
+    pixels[:, :48] = (255, 0, 0, 255)
+    return pixels
+
+
+def saved(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def is_near(pixel, colour):
+    return all(abs(a - b) < 12 for a, b in zip(pixel, colour, strict=True))
+
+
+@pytest.mark.parametrize(("content", "left", "right"), [
+    (saved(Image.fromarray(rgba(), "RGBA")), (255, 0, 0), (255, 255, 255)),
+    (saved(Image.fromarray(rgba()[..., [0, 3]], "LA")), (255, 255, 255), (255, 255, 255)),
+    (saved(Image.fromarray(rgba()[..., :3]).convert("P")), (255, 0, 0), (0, 0, 0)),
+    (saved(Image.fromarray(rgba()[..., 0]).convert("1")), (255, 255, 255), (0, 0, 0)),
+    (saved(Image.fromarray(rgba()[..., :3]).convert("CMYK"), "JPEG"), (255, 0, 0), (0, 0, 0)),
+    (saved(Image.fromarray(rgba()[..., 0]), transparency=0), (255, 255, 255), (255, 255, 255)),
+], ids=["RGBA", "LA", "P", "1", "CMYK", "tRNS"])  # fmt: skip
+def test_every_mode_becomes_rgb_and_transparency_white(content, left, right):
+    image = open_image(content)
+    assert image.mode == "RGB" and image.size == (96, 64)
+    assert is_near(image.getpixel((10, 30)), left) and is_near(image.getpixel((90, 30)), right)
+
+
+def test_sixteen_bits_are_scaled_not_clipped():
+    ramp = np.tile(np.linspace(0, 65535, 96).astype(np.uint16), (64, 1))
+    for value in (
+        saved(Image.fromarray(ramp)),
+        ramp,
+        Image.fromarray(ramp.astype(np.int32)),
+        Image.fromarray(ramp / 65535.0),
+    ):
+        row = np.asarray(open_image(value))[0, :, 0].astype(int)
+        assert abs(row[48] - 128) < 4 and row[0] == 0 and row[-1] == 255
+
+
+def test_exif_orientation_is_applied():
+    image = Image.new("RGB", (40, 20))
+    exif = image.getexif()
+    exif[0x0112] = 6  # rotated by a quarter
+    assert open_image(saved(image, "JPEG", exif=exif)).size == (20, 40)
+
+
+def test_the_first_frame_of_an_animation():
+    frames = [Image.new("RGB", (40, 40), colour) for colour in ("red", "green")]
+    assert is_near(
+        open_image(saved(frames[0], "GIF", save_all=True, append_images=frames[1:])).getpixel((5, 5)), (255, 0, 0)
+    )
+
+
+@pytest.mark.parametrize(("value", "size"), [
+    (np.zeros((1, 1000, 3), np.uint8), (1000, 1)), (np.zeros((1000, 1, 3), np.uint8), (1, 1000)),
+    (np.zeros((3, 20, 30), np.uint8), (30, 20)), (np.zeros((20, 30)), (30, 20)), (np.zeros((20, 30, 1)), (30, 20)),
+    (Image.new("RGB", (1, 1)), (1, 1)), (Image.new("RGB", (16, 16000)), (16, 16000)),
+])  # fmt: skip
+def test_arrays_and_extreme_sizes(value, size):
+    assert open_image(value).size == size
+
+
+@pytest.mark.parametrize(("value", "reason"), [
+    ("absent.png", "no such file"), ("zero.png", "empty file"), ("page.jpg", "cannot be read"),
+    (saved(Image.new("RGB", (300, 300), "red"))[:200], "cannot be read"), (np.full((4, 4, 3), np.nan), "NaN"),
+    (np.zeros((5, 5, 7)), "is no image"), (np.zeros((0, 4, 3)), "is no image"), ("https://example.org/a.png", "--allow-remote"),
+])  # fmt: skip
+def test_bad_images(tmp_path, value, reason):
+    (tmp_path / "zero.png").touch()
+    (tmp_path / "page.jpg").write_text("<html>404</html>")
+    with pytest.raises(MediaError, match=reason):
+        open_image(value, tmp_path)
+
+
+def test_a_decompression_bomb_is_bad_media_without_a_warning(monkeypatch):
+    content = saved(Image.new("RGB", (300, 300)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
+    with warnings.catch_warnings(), pytest.raises(MediaError, match="decompression bomb"):
+        warnings.simplefilter("error")
+        open_image(content)
+
+
+def test_the_media_root_is_a_fence(tmp_path):
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    for folder in (inside, outside):
+        folder.mkdir()
+        Image.new("RGB", (8, 8)).save(folder / "a.png")
+    (inside / "link.png").symlink_to(outside / "a.png")
+    access = MediaAccess(root=inside)
+    assert open_image("a.png", inside, access).size == (8, 8)
+    for value in (str(outside / "a.png"), "../out/a.png", "link.png", f"file://{outside}/a.png"):
+        with pytest.raises(MediaError, match="outside the media root"):
+            open_image(value, inside, access)
+
+
+def test_nothing_is_imported_until_a_medium_is_opened(script):
+    import subprocess
+
+    code = "import sys; import gemma_trainer.media; print([m for m in ('PIL', 'librosa', 'soundfile', 'numpy') if m in sys.modules])"
+    path = str(__import__("conftest").ASSETS)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
