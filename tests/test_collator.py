@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ASSETS, ask, talk, trained_runs
 from torch.utils.data import DataLoader
 
+from conftest import ASSETS, ask, talk, trained_runs
 from gemma_trainer import demo
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import RowError
@@ -94,7 +94,8 @@ def test_every_order_of_kinds_in_one_batch(processor, model, media, order):
 
 @pytest.mark.parametrize(("files", "soft"), [
     (("one.wav", "short.flac"), {"audio": 35, "image": 0}), (("red.png", "blue.jpg"), {"audio": 0, "image": 60 + 66}),
-    (("red.png", "one.wav"), {"audio": 25, "image": 60}), (("one.wav", "red.png", "short.flac"), {"audio": 35, "image": 60}),
+    (("red.png", "one.wav"), {"audio": 25, "image": 60}),
+    (("one.wav", "red.png", "short.flac"), {"audio": 35, "image": 60}),
 ])  # fmt: skip
 def test_several_media_in_a_message(processor, model, media, files, soft):
     batch = MultimodalCollator(processor)([talk("hi", "hello"), ask(media, *files)])
@@ -231,8 +232,8 @@ def test_long_audio_is_cut_or_refused_and_counted(processor):
 
 def test_rows_that_cannot_be_read_or_rendered_are_left_out_and_named(processor):
     collator = MultimodalCollator(processor)
-    system_image = {"messages": [{"role": "system", "content": [{"type": "image", "image": np.zeros((8, 8, 3), np.uint8)}]},
-                                 *talk("a", "b")["messages"]]}  # fmt: skip
+    image = {"type": "image", "image": np.zeros((8, 8, 3), np.uint8)}
+    system_image = {"messages": [{"role": "system", "content": [image]}, *talk("a", "b")["messages"]]}
     batch = collator([{"question": "x"}, talk("hi", "hello"), system_image])
     assert len(batch["input_ids"]) == 1 and collator.stats.bad_rows == 2
     assert "no known format" in batch.problems[0][1] and "no place for them" in batch.problems[1][1]

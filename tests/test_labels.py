@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import trl.chat_template_utils as templates
-from conftest import talk, trained_runs
 
+from conftest import talk, trained_runs
 from gemma_trainer import demo
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import CannotLoad

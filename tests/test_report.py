@@ -9,6 +9,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+
 from gemma_trainer.report import write_report
 
 EVIL = "<script>alert(1)</script>\"'><img src=https://example.com/x.png onerror=alert(2)>"

@@ -3,8 +3,8 @@
 import copy
 
 import pytest
-from conftest import talk
 
+from conftest import talk
 from gemma_trainer.errors import RowError
 from gemma_trainer.rows import SOURCE, Media, read_row
 
@@ -44,7 +44,7 @@ def test_alpaca_input_joins_the_instruction():
     ({"messages": [{"role": "narrator", "content": "x"}]}, "unknown role 'narrator'"),
     ({"messages": ["hi"]}, "a message must be an object"),
     ({"messages": [{"role": "user", "content": 5}]}, "content must be a string or a list"),
-    ({"messages": [{"role": "user", "content": [{"type": "video", "video": "x.mp4"}]}]}, "video blocks are not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "video", "video": "x.mp4"}]}]}, "video blocks are not"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image block without its image"),
     ({"messages": [{"role": "user", "content": [{"type": "pdf"}]}]}, "unknown content block type 'pdf'"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": ["a.png", "b.png"]}, "1 more image"),
@@ -53,7 +53,7 @@ def test_alpaca_input_joins_the_instruction():
     ({"text": "a story", "images": ["a.png"]}, "no place for media"),
     ({"text": 5}, "text must be a string"),
     ({"messages": PEAR, "loss_type": "sometimes"}, "loss_type must be"),
-    ({"messages": [PEAR[0], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{oops"}]}]}, "are not JSON"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{oops"}]}]}, "are not JSON"),
     ([1, 2], "a row must be an object"),
 ])  # fmt: skip
 def test_what_cannot_be_read_names_the_row_and_the_reason(raw, reason):
@@ -112,7 +112,8 @@ def test_placeholder_words_stay_text_where_no_media_are_given():
 def test_consecutive_messages_merge_but_tool_results_do_not():
     tools = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
     raw = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]},
-           {"role": "assistant", "content": "c"}, {"role": "assistant", "content": "d", "train": False}, *tools]  # fmt: skip
+           {"role": "assistant", "content": "c"}, {"role": "model", "content": "d", "train": False},
+           *tools]  # fmt: skip
     user, assistant, *results = read_row({"messages": raw}).messages
     assert user["content"] == [{"type": "text", "text": "a\nb"}]
     assert assistant == {"role": "assistant", "content": "c\nd", "train": False}

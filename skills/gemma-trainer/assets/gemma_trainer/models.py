@@ -107,68 +107,62 @@ def decide_quantization(wanted: str, device: str, full: bool) -> tuple[bool, str
     return True, "4-bit nf4 weights with double quantization"
 
 
-def lora_pattern(model, targets: str) -> str:
-    """The regular expression of the modules that LoRA adapts.
+def lora_modules(model, targets: str) -> str | list[str]:
+    """The modules that LoRA adapts, as PEFT's `target_modules` takes them.
 
     Args:
         targets: parts of the model by name, comma-separated (`language`, `vision`, `audio`, `all`), or a regular
-            expression that matches whole module names or their ends, such as `q_proj|v_proj`.
+            expression that matches whole module names or their ends, such as `q_proj|v_proj`, in any part.
+
+    Returns:
+        A regular expression for parts by name, else the names of the linear layers that match.
 
     Raises:
-        UsageError: nothing matches, or a module matches that LoRA cannot adapt; the message gives near names.
+        UsageError: nothing matches (the message gives near names), or the output head does.
     """
     family = family_of_config(model.config)
-    names = [part.strip() for part in targets.split(",")]
-    if "all" in names:
-        names = [part for part in PARTS if _linear_names(model, family.lora_targets[part])]
+    linear = _linear_names(model)
+    matching = {part: re.compile(pattern) for part, pattern in family.lora_targets.items()}
+    present = [part for part in PARTS if any(map(matching[part].fullmatch, linear))]
+    names = [name.strip() for name in targets.split(",")]
+    names = present if "all" in names else names
     if all(name in PARTS for name in names):
-        missing = [name for name in names if not _linear_names(model, family.lora_targets[name])]
-        if missing:
-            raise UsageError(f"--lora-targets {missing[0]}: this model has no {missing[0]} layers")
+        for name in names:
+            if name not in present:
+                raise UsageError(f"--lora-targets {name}: this model has no {name} layers")
         return "|".join(f"(?:{family.lora_targets[name]})" for name in names)
+    wanted = targets.replace(",", "|") if re.fullmatch(r"[\w.]+(,[\w.]+)+", targets) else targets
     try:
-        pattern = rf"(?:.*\.)?(?:{targets})"
-        if not _linear_names(model, pattern) and _linear_names(model, rf"{pattern}\.linear"):
-            pattern = rf"{pattern}\.linear"  # a tower's wrapper: the linear inside it is meant
-        found = _linear_names(model, pattern)
+        pattern = re.compile(rf"(?:.*\.)?(?:{wanted})(?:\.linear)?")  # the towers' wrappers hold the linear inside
     except re.error as problem:
-        raise UsageError(
-            f"--lora-targets is neither {', '.join(PARTS)}, all nor a regular expression: {problem}"
-        ) from None
+        raise UsageError(f"--lora-targets is no part ({', '.join(PARTS)}, all) and no expression: {problem}") from None
+    found = [name for name in linear if pattern.fullmatch(name)]
     if not found:
-        raise UsageError(f"--lora-targets {targets} matches no linear layer; near names: {_near_names(model, targets)}")
+        raise UsageError(f"--lora-targets {targets} matches no linear layer; near names: {_near_names(linear, wanted)}")
     if any(model.get_submodule(name) is model.get_output_embeddings() for name in found):
         raise UsageError("--lora-targets matches the output head, which is tied to the embeddings: leave it out")
-    return pattern
+    return found
 
 
-def _linear_names(model, pattern: str) -> list[str]:
+def _linear_names(model) -> list[str]:
     import torch
 
-    matching = re.compile(pattern)
-    return [
-        name
-        for name, module in model.named_modules()
-        if matching.fullmatch(name) and isinstance(module, torch.nn.Linear)
-    ]
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
-def _near_names(model, targets: str) -> str:
-    import torch
-
-    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+def _near_names(linear: list[str], targets: str) -> str:
     leaves = {name.removesuffix(".linear").rpartition(".")[2] for name in linear}
-    wanted = re.sub(r"[^\w|,]", "", targets).replace(",", "|").split("|")
-    near = [name for word in wanted for name in difflib.get_close_matches(word, leaves, 3, 0.4)]
+    words = re.sub(r"[^\w|]", "", targets).split("|")
+    near = [name for word in words for name in difflib.get_close_matches(word, leaves, 3, 0.4)]
     return ", ".join(dict.fromkeys(near)) or ", ".join(sorted(leaves)[:8])
 
 
 def add_lora(model, targets: str, r: int, alpha: int, dropout: float):
-    """Wrap a model with LoRA adapters on the layers that `targets` names (see `lora_pattern`)."""
+    """Wrap a model with LoRA adapters on the layers that `targets` names (see `lora_modules`)."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=lora_pattern(model, targets), task_type="CAUSAL_LM"
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=lora_modules(model, targets), task_type="CAUSAL_LM"
     )
     return get_peft_model(model, config)
 

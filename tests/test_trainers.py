@@ -1,0 +1,202 @@
+"""The trainer on the real tiny model: token-weighted, finite, counted as delivered, checkpoints whole."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+import transformers
+
+from conftest import ask, talk
+from gemma_trainer import callbacks, models, precision, trainers
+from gemma_trainer.collator import MultimodalCollator
+from gemma_trainer.errors import DataError, Diverged
+
+LENGTHS = [
+    "a",
+    "one two three four five six seven eight nine ten " * 5,
+    "b c",
+    "what is the weather in the city today " * 4,
+]
+UNEVEN = [talk("hi", text) for text in LENGTHS]
+
+
+class Gradients(transformers.TrainerCallback):
+    """Keeps the gradients of the first optimizer step, unclipped as far as the norm allows."""
+
+    def __init__(self):
+        self.first = None
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self.first is None:
+            named = model.named_parameters()
+            self.first = {name: p.grad.clone() for name, p in named if p.requires_grad and p.grad is not None}
+
+
+@pytest.fixture
+def make_trainer(model, processor, tmp_path):
+    def make(rows, eval_rows=None, targets="language", collator_options=None, extra=(), **options):
+        torch.manual_seed(0)
+        tuned = models.add_lora(copy.deepcopy(model), targets, 4, 8, 0.0)
+        torch.manual_seed(1)
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:  # zero at the start, which would hide the gradient of lora_A
+                torch.nn.init.normal_(parameter, std=0.05)
+        defaults = dict(max_length=512, batch_size=2, grad_accum=1, lr=1e-3, epochs=1, max_steps=-1, steps=4, seed=0,
+                        save_steps=1000, eval_steps=1000, evaluate=eval_rows is not None, workers=0, report_to=[],
+                        checkpointing=False, quiet=True)  # fmt: skip
+        args = trainers.sft_arguments(tmp_path / "run", precision.choose("fp32", "cpu"), **(defaults | options))
+        args.max_grad_norm = 1e9
+        collators = [MultimodalCollator(processor, 512, **(collator_options or {})) for _ in range(2)]
+        return trainers.GemmaSFTTrainer(
+            tuned, args, rows, collators[0], processor, eval_rows, collators[1], callbacks=list(extra)
+        )
+
+    return make
+
+
+def first_gradients(make_trainer, rows, **options):
+    watch = Gradients()
+    trainer = make_trainer(rows, extra=[watch], max_steps=1, **options)
+    trainer.train()
+    return watch.first, trainer.state.log_history[0]["loss"]
+
+
+def test_accumulation_is_token_weighted(make_trainer):
+    together, loss_together = first_gradients(make_trainer, UNEVEN, batch_size=4, grad_accum=1)
+    one_by_one, loss_one_by_one = first_gradients(make_trainer, UNEVEN, batch_size=1, grad_accum=4)
+    assert loss_together == pytest.approx(loss_one_by_one, rel=1e-4)
+    assert together.keys() == one_by_one.keys() and len(together) == 48
+    for name, grad in together.items():
+        assert torch.allclose(grad, one_by_one[name], rtol=1e-3, atol=1e-5), name
+
+
+def test_the_loss_is_the_mean_over_trained_tokens(make_trainer, processor):
+    trainer = make_trainer(UNEVEN, batch_size=1, grad_accum=4, max_steps=1)
+    batch = MultimodalCollator(processor)(UNEVEN)
+    with torch.no_grad():
+        logits = trainer.model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).item()
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_evaluation_loss_is_token_weighted_whatever_the_batches(make_trainer, processor):
+    found = []
+    for size in (1, 3, 4):
+        trainer = make_trainer(UNEVEN, UNEVEN, batch_size=size)
+        found.append(trainer.evaluate()["eval_loss"])
+        batch = MultimodalCollator(processor)(UNEVEN)
+        with torch.no_grad():
+            logits = trainer.model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()).item()
+    assert found == pytest.approx([expected] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_steps_with_nothing_trained_have_loss_zero_and_change_nothing(make_trainer, accumulation):
+    context = [talk("a", "b", loss_type="context_only")] * 4
+    trainer = make_trainer(
+        context, context, grad_accum=accumulation, batch_size=2, extra=[callbacks.StopOnDivergence()]
+    )
+    before = {name: p.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(entry["loss"] == 0.0 and entry["grad_norm"] == 0.0 for entry in logged) and logged
+    assert trainer.evaluate()["eval_loss"] == 0.0
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def test_checkpointing_leaves_the_gradients_of_every_tower_as_they_are(make_trainer, media):
+    rows = [ask(media, "red.png", "one.wav")] * 2
+    plain, _ = first_gradients(make_trainer, rows, targets="all")
+    saved, _ = first_gradients(make_trainer, rows, targets="all", checkpointing=True)
+    assert plain.keys() == saved.keys() and len(plain) == 120
+    for name, grad in plain.items():
+        assert torch.allclose(grad, saved[name], rtol=1e-3, atol=1e-6), name
+    towers = [name for name in saved if "vision_tower" in name or "audio_tower" in name]
+    assert towers and all(saved[name].abs().max() > 0 for name in towers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_counters_are_of_the_batches_that_were_trained_on(make_trainer, media, workers):
+    rows = [talk("hi", "hello"), ask(media, "one.wav")] * 10
+    trainer = make_trainer(rows, rows, max_steps=3, batch_size=2, workers=workers)
+    trainer.train()
+    assert trainer.counts["rows"] == 6 and len(trainer.lengths) == 6
+    assert trainer.counts["tokens"] == sum(trainer.lengths)
+
+
+def test_too_many_bad_media_stop_the_run_at_the_end_of_an_epoch(make_trainer, media):
+    rows = [ask(media, "red.png")] * 6 + [ask(media, "page.jpg")]
+    with pytest.raises(DataError, match="1 of 7 media cannot be read, over --max-bad-media 0.05.*image cannot be read"):
+        make_trainer(rows).train()
+    make_trainer(rows * 1 + [ask(media, "red.png")] * 20).train()
+
+
+def test_too_many_bad_media_stop_the_run_after_the_first_hundred(make_trainer, media):
+    rows = [ask(media, *["page.jpg"] * 10)] * 40
+    trainer = make_trainer(rows, batch_size=2)
+    with pytest.raises(DataError, match="100 of 100 media"):
+        trainer.train()
+    assert trainer.state.global_step < 20
+
+
+def test_a_diverged_run_stops(make_trainer):
+    trainer = make_trainer(UNEVEN, extra=[callbacks.StopOnDivergence()])
+    with torch.no_grad():
+        next(p for p in trainer.model.parameters() if p.requires_grad).fill_(math.nan)
+    with pytest.raises(Diverged, match="diverged at step 1: loss is nan"):
+        trainer.train()
+
+
+# ---- files
+
+
+def test_metrics_are_written_as_they_come_with_nan_as_a_word(tmp_path):
+    state = transformers.TrainerState(global_step=3)
+    callbacks.MetricsFile(tmp_path / "metrics.jsonl").on_log(None, state, None, {"loss": math.nan, "lr": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "loss": "nan", "lr": 0.5}
+
+
+def test_checkpoints_appear_whole_and_the_oldest_go(make_trainer):
+    trainer = make_trainer(UNEVEN, max_steps=3, save_steps=1)
+    trainer.train()
+    names = [path.name for path in trainers.checkpoints(trainer.args.output_dir)]
+    assert names == ["checkpoint-2", "checkpoint-3"]
+    files = {path.name for path in trainers.checkpoints(trainer.args.output_dir)[-1].iterdir()}
+    assert {
+        "adapter_model.safetensors",
+        "optimizer.pt",
+        "trainer_state.json",
+        "processor_config.json",
+        "chat_template.jinja",
+    } <= files
+
+
+def test_a_checkpoint_that_could_not_be_finished_is_not_there(make_trainer, monkeypatch):
+    trainer = make_trainer(UNEVEN, max_steps=2, save_steps=1)
+    finish = transformers.TrainerState.save_to_json
+
+    def full(self, path):
+        if self.global_step == 2:
+            raise OSError(28, "No space left on device")
+        finish(self, path)
+
+    monkeypatch.setattr(transformers.TrainerState, "save_to_json", full)
+    with pytest.raises(OSError, match="No space"):
+        trainer.train()
+    assert [path.name for path in trainers.checkpoints(trainer.args.output_dir)] == ["checkpoint-1"]
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_does(make_trainer, tmp_path):
+    def weights(trainer):
+        return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+    unbroken = make_trainer(UNEVEN * 2, max_steps=4, save_steps=2)
+    unbroken.train()
+    resumed = make_trainer(UNEVEN * 2, max_steps=4, save_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    expected = weights(unbroken)
+    assert all(torch.allclose(p, expected[name], atol=1e-6) for name, p in weights(resumed).items())
