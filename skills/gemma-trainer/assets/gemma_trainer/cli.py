@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -252,9 +253,9 @@ def run_script(work, flags: type, description: str, examples: str, argv: list[st
 
 
 def _quiet_environment() -> None:
-    """Before any heavy import: no telemetry, no advice that is not ours, no deadlock warning after fork."""
+    """Before any heavy import: no telemetry, and no advice that is not ours."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 

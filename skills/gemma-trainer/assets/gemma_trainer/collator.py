@@ -6,6 +6,7 @@ expands their slots, cuts what is too long, pads, and fills the gaps with zero p
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,6 +138,8 @@ class MultimodalCollator:
         self.stats = Stats()
 
     def __call__(self, rows: list[dict]) -> Batch:
+        if torch.utils.data.get_worker_info() is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads did not survive the fork
         counts, problems = Counter(), []
         items = self._read(rows, counts, problems)
         items = self._open_media(items, counts, problems)

@@ -171,7 +171,7 @@ def load_model(config, run: Run, model_config, processor):
     base = run.folder / "base-model"  # where a demo adapter finds the weights it belongs to
     if config.model == "demo":
         model = demo.make_model(processor.tokenizer)
-        model.config._name_or_path = str(base.absolute())
+        model.name_or_path = model.config._name_or_path = str(base.absolute())
     else:
         # Full fine-tuning keeps float32 weights under autocast: bf16 ones would swallow small updates.
         dtype = precision.torch_dtype if not config.full else choose("fp32").torch_dtype
