@@ -10,7 +10,6 @@ from conftest import talk, trained_runs
 from gemma_trainer import demo
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import CannotLoad
-from gemma_trainer.generation import prompt_of
 from gemma_trainer.rows import read_row
 
 NAMES = ("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5")
@@ -153,7 +152,7 @@ def test_thinking_switch(processor, thinking, marked):
 def prompt_tokens(processor, row, thinking=False):
     parsed = read_row(row)
     text = processor.tokenizer.apply_chat_template(
-        prompt_of(parsed)[0], tools=parsed.tools, chat_template=processor.chat_template, tokenize=False,
+        parsed.messages[:-1], tools=parsed.tools, chat_template=processor.chat_template, tokenize=False,
         add_generation_prompt=True, enable_thinking=thinking,
     )  # fmt: skip
     return processor.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -255,9 +255,9 @@ def test_a_disk_that_fills_up_while_training(script, rows, tmp_path):
         f"ulimit -f 100; exec {sys.executable} {ASSETS / 'sft_train.py'} --output {tmp_path / 'run'} --save-steps 2"
     )
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.returncode == 4 and "no room left" in done.stderr and "Traceback" not in done.stderr, done.stderr[
-        -1500:
-    ]
+    assert done.returncode == 4 and "no room left on the disk" in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr[-1500:]
+    )
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 

@@ -53,7 +53,7 @@ def main(config: Config) -> dict:
     model = recipe.load_model(config, run, model_config, processor)
     trainer = recipe.make_sft_trainer(config, run, model, processor, data, collators)
     recipe.train(config, run, trainer, data)
-    return recipe.report(config, run, trainer, processor, data)
+    return recipe.report(config, run, trainer, collators[1], data)
 
 
 if __name__ == "__main__":

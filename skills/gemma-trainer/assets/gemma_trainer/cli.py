@@ -13,7 +13,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import OutOfMemory, TrainerError, UsageError
+from .errors import EnvironmentUnfit, OutOfMemory, TrainerError, UsageError
+from .runs import is_disk_full
 
 EXIT_CODES = """exit codes:
   0 done                 3 bad data                     6 out of memory
@@ -264,7 +265,7 @@ def _as_error(problem: BaseException) -> TrainerError:
     if isinstance(problem, TrainerError):
         return problem
     if isinstance(problem, KeyboardInterrupt):
-        error = TrainerError("interrupted before the first step: nothing was saved")
+        error = TrainerError("interrupted: what was saved before is in the run folder, if training had begun")
         error.exit_code, error.kind = 130, "interrupted"
         return error
     if isinstance(problem, ModuleNotFoundError):
@@ -275,6 +276,10 @@ def _as_error(problem: BaseException) -> TrainerError:
         return OutOfMemory(
             "out of memory: lower --batch-size (raise --grad-accum instead), then --max-len, then --lora-r"
         )
+    if is_disk_full(problem):
+        return EnvironmentUnfit("no room left on the disk: free some, then run again (with --resume to go on)")
+    if isinstance(problem, PermissionError):
+        return EnvironmentUnfit(f"{problem.filename} cannot be accessed: {problem.strerror}")
     where = traceback.extract_tb(problem.__traceback__)
     place = f" in {Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
     return TrainerError(f"unexpected {type(problem).__name__}{place}: run again with --debug for the traceback")

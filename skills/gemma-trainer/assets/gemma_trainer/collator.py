@@ -128,6 +128,8 @@ class MultimodalCollator:
             raise ValueError(f"max_length={max_length} must be at least 1")
         self.processor, self.tokenizer = processor, families.tokenizer_of(processor)
         self.family = families.family_of_processor(processor)
+        # A text-only model has a bare tokenizer, and takes no token type ids.
+        self.type_ids_key = self.family.type_ids_key if self.tokenizer is not processor else None
         self.max_length, self.pad_to_multiple_of = max_length, pad_to_multiple_of
         self.on_bad_media, self.long_audio = on_bad_media, long_audio
         self.truncation, self.placeholders = truncation, placeholders
@@ -341,8 +343,8 @@ class MultimodalCollator:
         for line, (item, count) in enumerate(zip(items, behind, strict=True)):
             if count:  # the soft tokens of zero images, in the padding, where no token attends to them
                 batch["input_ids"][line, len(item.ids) : len(item.ids) + count] = self._media_token("image")
-        if self.family.type_ids_key:
-            batch[self.family.type_ids_key] = self._padded([item.type_ids for item in items], width, 0)
+        if self.type_ids_key:
+            batch[self.type_ids_key] = self._padded([item.type_ids for item in items], width, 0)
         return batch | media
 
     def _place_media(self, items, tensors, counts) -> tuple[dict, list[int]]:

@@ -92,6 +92,12 @@ class Labeller:
         ids, trained = self._insert_tail(rendered, ids, trained, kept)
         return Labelled(ids, trained, dropped, inexact)
 
+    def answer_start(self, ids: list[int]) -> int:
+        """Where the last model turn of a labelled row begins: the tokens before it are the prompt it answers."""
+        last = find_spans(ids, self.markers)[-1]
+        tails = (self.tail(thinking, last.after_result) for thinking in (False, True))
+        return last.start + max(len(tail) for tail in tails if ids[last.start : last.start + len(tail)] == tail)
+
     # -- which spans
 
     def _chosen(self, row: Row, spans: list[Span]) -> list[Span]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import random
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from .cli import note
 from .demo import SAMPLES
 from .errors import DataError, EnvironmentUnfit, Interrupted, RowError, TrainerError, UsageError
 from .rows import read_row
-from .runs import Run, checkpoint_bytes, disk_error, versions
+from .runs import Run, checkpoint_bytes, versions
 
 MAX_CHECKED = 200_000  # rows whose form is checked before the run; the rest is checked as it is read
 SHOWN = 5  # problems told by name
@@ -243,7 +245,6 @@ def train(config, run: Run, trainer, data: Data) -> None:
 
     Raises:
         Interrupted: a signal stopped the run; a checkpoint was saved.
-        EnvironmentUnfit: the disk is full or the folder cannot be written.
         DataError, Diverged: as the trainer and its callbacks raise them.
     """
     from .callbacks import StopOnSignal
@@ -275,11 +276,12 @@ def train(config, run: Run, trainer, data: Data) -> None:
         with run.staged() as folder:
             trainer.save_model(str(folder))
             (folder / "training_args.bin").unlink(missing_ok=True)
-    except OSError as problem:
-        raise disk_error(problem, run.folder) from None
-    except TrainerError as problem:
-        if not isinstance(problem, Interrupted):
-            run.finish("failed", error=str(problem), **collected(trainer))
+    except Interrupted:
+        raise
+    except BaseException as problem:
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            error = str(problem) if isinstance(problem, TrainerError) else type(problem).__name__
+            run.finish("failed", error=error, **collected(trainer))
         raise
 
 
@@ -318,18 +320,16 @@ def collected(trainer) -> dict:
 # ---- reporting
 
 
-def report(config, run: Run, trainer, processor, data: Data) -> dict:
+def report(config, run: Run, trainer, collator, data: Data) -> dict:
     """Ask the trained model a few rows, write the last files, and return the result."""
     from . import generation
 
     facts = collected(trainer)
     model = trainer.model.eval()
     asked = data.eval_rows if data.eval_rows is not None else data.rows
-    facts["samples"] = [generation.answer(model, processor, asked[i]) for i in _answerable(asked, 4)]
+    facts["samples"] = [generation.answer(model, collator, asked[i]) for i in _answerable(asked, 4)]
     if config.demo:
-        facts["metrics"] |= generation.media_accuracy(
-            model, processor, [data.eval_rows[i] for i in range(len(data.eval_rows))]
-        )
+        facts["metrics"] |= generation.media_accuracy(model, collator, list(data.eval_rows))
     run.finish("done", **facts)
     result = {"status": "done", "demo": config.demo, "run": str(run.folder)}
     result |= {key: run.record[key] for key in ("model", "steps", "metrics", "counters", "timing", "peak_memory_mb")}
@@ -337,9 +337,13 @@ def report(config, run: Run, trainer, processor, data: Data) -> dict:
 
 
 def _answerable(rows, count: int) -> list[int]:
-    """The first rows that end in an answer; raw text rows have none."""
-    found = (i for i in range(min(len(rows), 100)) if any(m["role"] == "assistant" for m in read_row(rows[i]).messages))
-    return [index for index, _ in zip(found, range(count), strict=False)]
+    """The first rows that end in an answer in words."""
+
+    def ends_in_words(row):
+        return bool(row.messages) and row.messages[-1]["role"] == "assistant" and not row.messages[-1].get("tool_calls")
+
+    found = (index for index in range(min(len(rows), 100)) if ends_in_words(read_row(rows[index])))
+    return list(itertools.islice(found, count))
 
 
 def summary(config, run: Run) -> str:

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -80,18 +81,18 @@ class Run:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.overwrite and not self.resume:
-                for path in [path for pattern in OWN_FILES for path in self.folder.glob(pattern)]:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            shutil.rmtree(self.folder / ".unfinished", ignore_errors=True)  # what a killed run left
-            free = shutil.disk_usage(self.folder).free
-            if free < needed_bytes:
-                raise EnvironmentUnfit(
-                    f"not enough disk: {self.folder} needs about {_mib(needed_bytes)} for checkpoints and the result, "
-                    f"{_mib(free)} are free. Free some, or choose another --output."
-                )
         except OSError as problem:
-            raise disk_error(problem, self.folder) from None
+            raise EnvironmentUnfit(f"--output {self.folder} cannot be made ({problem.strerror})") from None
+        free = shutil.disk_usage(self.folder).free
+        if free < needed_bytes:
+            raise EnvironmentUnfit(
+                f"not enough disk: {self.folder} needs about {_mib(needed_bytes)} for checkpoints and the result, "
+                f"{_mib(free)} are free. Free some, or choose another --output."
+            )
+        if self.overwrite and not self.resume:
+            for path in [path for pattern in OWN_FILES for path in self.folder.glob(pattern)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(self.folder / ".unfinished", ignore_errors=True)  # what a killed run left
         self.save_record(status="running", started=self.started.isoformat(timespec="seconds"), script=self.script)
 
     def save_record(self, **facts) -> None:
@@ -177,11 +178,12 @@ def checkpoint_bytes(model) -> int:
     return 3 * (weights + optimizer) + weights + 64 * 2**20  # three: the new one is whole before an old one goes
 
 
-def disk_error(problem: OSError, folder: Path) -> EnvironmentUnfit:
-    """What an OSError while writing means to the user."""
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return EnvironmentUnfit(f"no room left on the disk of {folder}: free some, then add --resume to go on")
-    return EnvironmentUnfit(f"{folder} cannot be written ({problem.strerror or problem})")
+def is_disk_full(problem: BaseException) -> bool:
+    """Whether an error means that a file could not grow; safetensors and torch say so in their own words."""
+    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return True
+    words = r"No space left|File too large|quota exceeded|PytorchStreamWriter failed|os error (27|28|122)\b"
+    return re.search(words, str(problem), re.IGNORECASE) is not None
 
 
 def _mib(size: float) -> str:

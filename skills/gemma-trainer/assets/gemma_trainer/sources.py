@@ -256,23 +256,16 @@ class _JsonList:
 
 
 class _Table:
-    """A `datasets.Dataset` (memory-mapped Arrow), its media left undecoded."""
+    """A `datasets.Dataset` (memory-mapped Arrow), read as stored: media stay undecoded, wherever they are nested."""
 
     def __init__(self, table, name: str, folder: Path):
-        import datasets
-
-        for column, feature in table.features.items():
-            if isinstance(feature, datasets.Image | datasets.Audio):
-                table = table.cast_column(column, type(feature)(decode=False))
-            elif isinstance(inner := getattr(feature, "feature", None), datasets.Image | datasets.Audio):
-                table = table.cast_column(column, type(feature)(type(inner)(decode=False)))
-        self.table, self.name, self.folder = table, name, folder
+        self.table, self.name, self.folder = table.with_format("arrow"), name, folder
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> dict:
-        return _named(self.table[index], f"{self.name}[{index}]", self.folder)
+        return _named(self.table[index : index + 1].to_pylist()[0], f"{self.name}[{index}]", self.folder)
 
     def __iter__(self):
         return (self[index] for index in range(len(self)))
