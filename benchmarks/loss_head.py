@@ -97,9 +97,7 @@ for _ in range(options.repeats):
         found[name].append(json.loads(done.stdout.splitlines()[-1]))
 
 median = {n: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for n, runs in found.items()}
-print(
-    f"vocabulary {options.vocabulary:,}, batch {options.rows} x {options.length}, {options.trained} trained tokens a row"
-)
+print(f"vocabulary {options.vocabulary:,}, batch {options.rows} x {options.length}, {options.trained} trained a row")
 print(f"{'loss head':10} {'peak MiB':>9} {'ratio':>6} {'seconds':>8} {'ratio':>6} {'loss':>9} {'gradient':>9}")
 for name, figures in median.items():
     memory, speed = (figures[key] / median["plain"][key] for key in ("mib", "seconds"))

