@@ -175,6 +175,17 @@ def test_a_bad_row_is_named(script, rows, line, told):
     assert "private" not in done.stderr
 
 
+def test_many_bad_rows_are_told_in_two_lines_with_their_total(script, rows):
+    done = script("sft_train.py", "--model", "demo", "--dataset", rows(*['{"a": 1}'] * 9, talk("a", "b")))
+    refused(
+        done,
+        3,
+        "rows.jsonl:1: no known format",
+        "9 bad rows in all, also rows.jsonl:2, rows.jsonl:3",
+        "rows.jsonl:5, ...",
+    )
+
+
 def test_no_such_file_and_empty_file(script, rows, tmp_path):
     refused(script("sft_train.py", "--model", "demo", "--dataset", tmp_path / "absent.jsonl"), 3, "no such file")
     refused(script("sft_train.py", "--model", "demo", "--dataset", rows()), 3, "rows.jsonl: the file has no rows")

@@ -6,6 +6,7 @@ expands their slots, cuts what is too long, pads, and fills the gaps with zero p
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,9 +20,9 @@ from . import families
 from .batch import Batch
 from .errors import MediaError, RowError
 from .gaps import place_clips, place_images
-from .labels import IGNORE, Labeller
+from .labels import IGNORE, Labelled, Labeller
 from .media import MediaAccess, open_audio, open_image
-from .rendering import Renderer
+from .rendering import Rendered, Renderer
 from .rows import Row, read_row
 from .stats import Stats
 
@@ -50,13 +51,12 @@ class _Slot:
 
 @dataclass
 class _Item:
-    """A row on its way to the batch."""
+    """A row on its way to the batch. `tokens` [3, T] holds its ids, labels and token type ids."""
 
     row: Row
     slots: list[_Slot] = field(default_factory=list)
-    ids: np.ndarray = None
-    labels: np.ndarray = None
-    type_ids: np.ndarray = None
+    rendered: Rendered | None = None
+    tokens: np.ndarray | None = None
 
     @property
     def bad(self) -> bool:
@@ -146,10 +146,10 @@ class MultimodalCollator:
         items = self._read(rows, counts, problems)
         items = self._open_media(items, counts, problems)
         tensors = self._media_tensors(items)
-        for item, labelled in zip(items, self._label(items, counts, problems), strict=True):
-            self._expand(item, labelled)
+        items = self._tokenize(items, counts, problems)
+        for item in items:
             self._truncate(item, counts)
-        items = [item for item in items if item.ids is not None] or [self._empty_item()]
+        items = items or [self._empty_item()]
         batch = Batch(self._assemble(items, tensors, counts), counts, problems)
         self._count(items, batch)
         self.stats.add(batch.counts)
@@ -160,14 +160,11 @@ class MultimodalCollator:
     def _read(self, rows, counts, problems) -> list[_Item]:
         items = []
         for position, raw in enumerate(rows):
-            try:
+            with _leaving_out_bad_rows(counts, problems):
                 row = read_row(raw, f"row {position}")
-            except RowError as problem:
-                counts["bad_rows"] += 1
-                problems.append((problem.row, problem.reason))
-                continue
-            self.check_modalities(row)
-            items.append(_Item(row, [_Slot(medium.kind) for medium in row.media]))
+                items.append(_Item(row, [_Slot(medium.kind) for medium in row.media]))
+        for item in items:
+            self.check_modalities(item.row)
         return items
 
     def check_modalities(self, row: Row) -> None:
@@ -235,117 +232,90 @@ class MultimodalCollator:
 
     # -- tokens and labels
 
-    def _label(self, items, counts, problems):
-        """The labelled tokens of each item; None for a row that the chat template refuses."""
-        rendered = []
+    def _tokenize(self, items, counts, problems) -> list[_Item]:
+        """Render, tokenize and label the rows, and leave out those that the chat template refuses."""
         for item in items:
-            try:
-                rendered.append(self.renderer.render(item.row))
-            except RowError as problem:
-                counts["bad_rows"] += 1
-                problems.append((problem.row, problem.reason))
-                rendered.append(None)
-        encoded = iter(self.renderer.encode([one for one in rendered if one is not None]))
-        for item, one in zip(items, rendered, strict=True):
-            labelled = None
-            if one is not None:
-                try:
-                    labelled = self.labeller.label(item.row, one, next(encoded))
-                    self._check_slots(item, labelled.ids)
-                    counts["reasoning_dropped"] += labelled.reasoning_dropped
-                    counts["inexact_turns"] += labelled.inexact_turns
-                except RowError as problem:
-                    counts["bad_rows"] += 1
-                    problems.append((problem.row, problem.reason))
-                    labelled = None
-            yield labelled
+            with _leaving_out_bad_rows(counts, problems):
+                item.rendered = self.renderer.render(item.row)
+        items = [item for item in items if item.rendered is not None]
+        for item, ids in zip(items, self.renderer.encode([item.rendered for item in items]), strict=True):
+            with _leaving_out_bad_rows(counts, problems):
+                labelled = self.labeller.label(item.row, item.rendered, ids)
+                self._expand(item, labelled)
+                counts["reasoning_dropped"] += labelled.reasoning_dropped
+                counts["inexact_turns"] += labelled.inexact_turns
+        return [item for item in items if item.tokens is not None]
 
     def _media_token(self, kind: str) -> int:
         return getattr(self.tokenizer, f"{kind}_token_id")
 
-    def _check_slots(self, item, ids) -> None:
-        """Every medium must have the slot that the template gave its block, in order."""
+    def _expand(self, item: _Item, labelled: Labelled) -> None:
+        """Put each medium's soft tokens, between its begin and end token, where its slot stands."""
+        ids = np.asarray(labelled.ids)
         kinds = {self._media_token(kind): kind for kind in self.modalities}
-        tokens = np.asarray(ids)
-        found = tokens[np.isin(tokens, list(kinds))].tolist()
-        if [kinds[token] for token in found] != [slot.kind for slot in item.slots]:
+        slots = np.flatnonzero(np.isin(ids, list(kinds))).tolist()
+        if [kinds[ids[at]] for at in slots] != [slot.kind for slot in item.slots]:
             raise RowError(
                 item.row.name,
-                f"the chat template shows {len(found)} of the row's {len(item.slots)} images and clips "
+                f"the chat template shows {len(slots)} of the row's {len(item.slots)} images and clips "
                 "(it has no place for them in this role)",
             )
-
-    def _expand(self, item: _Item, labelled) -> None:
-        """Put each medium's soft tokens, between its begin and end token, where its slot stands."""
-        if labelled is None:
-            item.slots = []
-            return
-        ids = np.asarray(labelled.ids)
-        labels = np.where(labelled.trained & (not item.bad), ids, IGNORE)
-        pieces, types, last, length = [], [], 0, 0
-        marks = np.flatnonzero(np.isin(ids, [self._media_token(kind) for kind in self.modalities]))
-        out_labels = []
-        for at, slot in zip(marks.tolist(), item.slots, strict=True):
-            run = self._media_run(slot) if slot.medium is not None else np.empty(0, np.int64)
-            pieces += [ids[last:at], run]
-            out_labels += [labels[last:at], np.full(len(run), IGNORE)]
-            types += [
-                np.zeros(at - last, np.int64),
-                (run == self._media_token(slot.kind)) * self.family.type_ids[slot.kind],
-            ]
-            length += at - last
-            slot.run = (length, length + len(run))
-            length, last = length + len(run), at + 1
-        item.ids = np.concatenate([*pieces, ids[last:]])
-        item.labels = np.concatenate([*out_labels, labels[last:]])
-        item.type_ids = np.concatenate([*types, np.zeros(len(ids) - last, np.int64)])
+        text = np.stack([ids, np.where(labelled.trained & (not item.bad), ids, IGNORE), np.zeros_like(ids)])
+        pieces, last, length = [], 0, 0
+        for at, slot in zip(slots, item.slots, strict=True):
+            pieces += [text[:, last:at], self._media_run(slot)]
+            start, length = length + at - last, length + at - last + pieces[-1].shape[1]
+            slot.run, last = (start, length), at + 1
+        item.tokens = np.concatenate([*pieces, text[:, last:]], axis=1)
 
     def _media_run(self, slot: _Slot) -> np.ndarray:
-        begin, end = {"image": ("boi", "eoi"), "audio": ("boa", "eoa")}[slot.kind]
-        to_id = self.tokenizer.convert_tokens_to_ids
-        begin, end = (to_id(getattr(self.tokenizer, f"{name}_token")) for name in (begin, end))
-        return np.array([begin, *[self._media_token(slot.kind)] * slot.tokens, end])
+        """The tokens [3, n] that stand for a medium; none for one that could not be read."""
+        if slot.medium is None:
+            return np.empty((3, 0), np.int64)
+        names = {"image": ("boi_token", "eoi_token"), "audio": ("boa_token", "eoa_token")}[slot.kind]
+        begin, end = (self.tokenizer.convert_tokens_to_ids(getattr(self.tokenizer, name)) for name in names)
+        ids = [begin, *[self._media_token(slot.kind)] * slot.tokens, end]
+        types = [0, *[self.family.type_ids[slot.kind]] * slot.tokens, 0]
+        return np.array([ids, [IGNORE] * len(ids), types])
 
     def _truncate(self, item: _Item, counts) -> None:
         """Cut the tail at max_length; a medium that the cut meets goes whole."""
-        if item.ids is None or self.max_length is None or len(item.ids) <= self.max_length:
+        length = item.tokens.shape[1]
+        if self.max_length is None or length <= self.max_length:
             return
         if self.truncation == "error":
-            raise RowError(item.row.name, f"{len(item.ids)} tokens, over the limit of {self.max_length}")
-        cut = self.max_length
-        for slot in item.slots:
-            if slot.run[0] < cut < slot.run[1]:
-                cut = slot.run[0]
+            raise RowError(item.row.name, f"{length} tokens, over the limit of {self.max_length}")
+        cut = min(
+            [self.max_length, *(start for start, end in (s.run for s in item.slots) if start < self.max_length < end)]
+        )
         for slot in item.slots:
             slot.kept = slot.run[1] <= cut
+        trained = item.tokens[1] != IGNORE
         counts["truncated"] += 1
-        counts["cut_to_nothing"] += bool((item.labels != IGNORE).any() and not (item.labels[:cut] != IGNORE).any())
-        item.ids, item.labels, item.type_ids = item.ids[:cut], item.labels[:cut], item.type_ids[:cut]
+        counts["cut_to_nothing"] += bool(trained.any() and not trained[:cut].any())
+        item.tokens = item.tokens[:, :cut]
 
     def _empty_item(self) -> _Item:
         """What stands for a batch whose rows were all left out: one BOS, untrained."""
-        bos = np.array([self.tokenizer.bos_token_id])
-        return _Item(Row("none"), [], bos, np.array([IGNORE]), np.array([0]))
+        return _Item(Row("none"), tokens=np.array([[self.tokenizer.bos_token_id], [IGNORE], [0]]))
 
     # -- the batch
 
     def _assemble(self, items, tensors, counts) -> dict[str, torch.Tensor]:
         media, behind = self._place_media(items, tensors, counts)
-        lengths = [len(item.ids) + count for item, count in zip(items, behind, strict=True)]
-        width, multiple = max(lengths), self.pad_to_multiple_of
-        if multiple:
-            width = -(-width // multiple) * multiple
-        batch = {
-            "input_ids": self._padded([item.ids for item in items], width, self.tokenizer.pad_token_id),
-            "attention_mask": self._padded([np.ones(len(item.ids), np.int64) for item in items], width, 0),
-            "labels": self._padded([item.labels for item in items], width, IGNORE),
-        }
-        for line, (item, count) in enumerate(zip(items, behind, strict=True)):
-            if count:  # the soft tokens of zero images, in the padding, where no token attends to them
-                batch["input_ids"][line, len(item.ids) : len(item.ids) + count] = self._media_token("image")
-        if self.type_ids_key:
-            batch[self.type_ids_key] = self._padded([item.type_ids for item in items], width, 0)
-        return batch | media
+        lengths = [item.tokens.shape[1] for item in items]
+        width = max(length + count for length, count in zip(lengths, behind, strict=True))
+        if self.pad_to_multiple_of:
+            width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        padded = np.zeros((4, len(items), width), np.int64)  # the mask, and the three lines of tokens
+        padded[1:3] = np.array([self.tokenizer.pad_token_id, IGNORE])[:, None, None]
+        for line, (item, length, count) in enumerate(zip(items, lengths, behind, strict=True)):
+            padded[0, line, :length] = 1
+            padded[1:, line, :length] = item.tokens
+            # The soft tokens of zero images stand in the padding, where no token attends to them.
+            padded[1, line, length : length + count] = self._media_token("image") if count else 0
+        keys = ["attention_mask", "input_ids", "labels", *([self.type_ids_key] if self.type_ids_key else [])]
+        return {key: torch.from_numpy(padded[i].copy()) for i, key in enumerate(keys)} | media
 
     def _place_media(self, items, tensors, counts) -> tuple[dict, list[int]]:
         """The media tensors in batch order with their placeholders, and the zero images behind each row."""
@@ -382,3 +352,13 @@ class MultimodalCollator:
             "untrained_rows": int((trained == 0).sum()),
         }
         batch.counts = {name: count for name, count in batch.counts.items() if count}
+
+
+@contextlib.contextmanager
+def _leaving_out_bad_rows(counts, problems):
+    """Count and name a row that cannot be read or rendered, and go on without it."""
+    try:
+        yield
+    except RowError as problem:
+        counts["bad_rows"] += 1
+        problems.append((problem.row, problem.reason))

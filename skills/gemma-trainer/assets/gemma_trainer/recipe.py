@@ -17,7 +17,7 @@ from .rows import read_row
 from .runs import Run, checkpoint_bytes, versions
 
 MAX_CHECKED = 200_000  # rows whose form is checked before the run; the rest is checked as it is read
-SHOWN = 5  # problems told by name
+SHOWN = 5  # bad rows told by name
 
 
 @dataclass
@@ -91,19 +91,20 @@ def split(rows, share: float, seed: int):
 
 
 def _check_form(rows, first: dict[str, str]) -> None:
-    bad, total = [], 0
+    first_bad, others, total = "", [], 0
     for index in range(min(len(rows), MAX_CHECKED)):
         try:
             row = read_row(rows[index], f"row {index}")
         except RowError as problem:
             total += 1
-            bad += [str(problem)] if len(bad) < SHOWN else []
+            first_bad = first_bad or str(problem)
+            others += [problem.row] if 1 < total <= SHOWN else []
             continue
         for medium in row.media:
             first.setdefault(medium.kind, row.name)
     if total:
-        more = f"\n... {total} bad rows in all" if total > 1 else ""
-        raise DataError("\n".join(bad) + more)
+        more = f"\n{total} bad rows in all, also {', '.join(others)}" + (", ..." if total > SHOWN else "")
+        raise DataError(first_bad + (more if others else ""))
 
 
 def check_data(config, data: Data, collator) -> None:
