@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import EnvironmentUnfit, OutOfMemory, TrainerError, UsageError
-from .runs import is_disk_full
+from .files import is_disk_full
 
 EXIT_CODES = """exit codes:
   0 done                 3 bad data                     6 out of memory

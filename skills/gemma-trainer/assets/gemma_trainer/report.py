@@ -9,10 +9,11 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import statistics
 from collections import Counter
 from pathlib import Path
+
+from .files import write_whole
 
 MAX_TEXT, MAX_LISTED, MAX_POINTS, SMOOTH_FROM = 600, 20, 2000, 50
 BOX = 1000  # charts are drawn in a BOX x BOX square that the page stretches to its own width
@@ -70,18 +71,8 @@ def write_report(path: str | Path, run: dict, metrics: list[dict]) -> Path:
     eval_loss}; a value that is missing or not finite is not drawn. Raises OSError if the file cannot be written; then
     an older report stays as it was.
     """
-    path = Path(path)
-    page = _page(run, [line for line in metrics if isinstance(line, dict)])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(page.encode("utf-8", "replace"))  # JSON may hold half a surrogate pair
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    write_whole(path, _page(run, [line for line in metrics if isinstance(line, dict)]))
+    return Path(path)
 
 
 def _page(run: dict, metrics: list[dict]) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import json
 import os
 import platform
-import re
 import resource
 import shutil
 import sys
@@ -18,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .errors import EnvironmentUnfit, UsageError
+from .files import usual_mode, write_whole
+from .report import write_report
 
 OWN_FILES = (
     "checkpoint-*",
@@ -103,8 +103,6 @@ class Run:
 
     def finish(self, status: str, **facts) -> None:
         """Write the last `run.json` and the report page."""
-        from .report import write_report
-
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
         timing = facts.pop("timing", {}) | {"total_s": round(time.monotonic() - self.clock, 1)}
         self.save_record(status=status, timing=timing, peak_memory_mb=self._gpu_peak() or round(peak), **facts)
@@ -130,7 +128,7 @@ class Run:
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".saving-") as staging:
             yield Path(staging)
             for path in sorted(Path(staging).iterdir()):
-                os.chmod(path, 0o666 & ~_umask())  # some writers make files that only their owner can read
+                os.chmod(path, usual_mode())  # some writers make files that only their owner can read
                 os.replace(path, self.folder / path.name)
 
     @staticmethod
@@ -138,28 +136,6 @@ class Run:
         import torch
 
         return round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else 0
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}-", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def versions() -> dict[str, str]:
@@ -176,14 +152,6 @@ def checkpoint_bytes(model) -> int:
     weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     optimizer = 2 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     return 3 * (weights + optimizer) + weights + 64 * 2**20  # three: the new one is whole before an old one goes
-
-
-def is_disk_full(problem: BaseException) -> bool:
-    """Whether an error means that a file could not grow; safetensors and torch say so in their own words."""
-    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return True
-    words = r"No space left|File too large|quota exceeded|PytorchStreamWriter failed|os error (27|28|122)\b"
-    return re.search(words, str(problem), re.IGNORECASE) is not None
 
 
 def _mib(size: float) -> str:
