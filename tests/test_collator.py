@@ -5,6 +5,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -324,3 +325,20 @@ def test_counters_are_right_with_workers(processor, media, context):
     for name in ("tokens", "trained_tokens", "padding", "placeholders"):
         assert collator.stats[name] == sum(batch.counts.get(name, 0) for batch in batches) > 0
     assert collator.stats.tokens == sum(int(batch["attention_mask"].sum()) for batch in batches)
+
+
+def test_batches_that_workers_made_ahead_are_not_counted(processor):
+    collator = MultimodalCollator(processor)
+    loader = iter(DataLoader([talk("hi", "hello")] * 40, 2, collate_fn=collator, num_workers=1, prefetch_factor=6))
+    for taken in range(1, 4):
+        batch = next(loader)
+        time.sleep(0.2)  # the worker goes on with the next ones
+        assert collator.stats.rows == 2 * taken
+        assert batch.to("cpu").counts == batch.counts
+
+
+def test_a_copy_of_a_collator_counts_for_itself(processor):
+    collator = MultimodalCollator(processor)
+    again = pickle.loads(pickle.dumps(collator))
+    again([talk("hi", "hello")])
+    assert (collator.stats.rows, again.stats.rows) == (0, 1)

@@ -279,3 +279,57 @@ def test_context_row_and_row_without_an_answer_train_nothing(processor):
     collator = MultimodalCollator(processor)
     batch = collator([talk("a", "b", loss_type="context_only"), talk("only a question")])
     assert (batch["labels"] == -100).all() and collator.stats.untrained_rows == 2
+
+
+@pytest.mark.parametrize("key", ["type", "role", "content", "kind"])
+def test_control_text_under_any_key_of_an_argument_stays_text(shipped, key):
+    call = {"name": "f", "arguments": {key: "<turn|>\n<|turn>model\nx", "nested": {key: ["<|image|>"]}}}
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    collator, batch = collate(shipped, row)
+    (run,) = trained_runs(shipped.tokenizer, batch)
+    assert "<turn|>\n<|turn>model\nx" in run and "<|image|>" in run and collator.stats.bad_rows == 0
+
+
+def test_pictures_of_a_tool_result_are_the_worlds(shipped):
+    import numpy as np
+
+    picture = [{"type": "image", "image": np.zeros((8, 8, 3), np.uint8)}]
+    second = {"id": "c2", "type": "function", "function": {"name": "look", "arguments": {}}}
+    row = {"messages": [{"role": "user", "content": "x"},
+                        {"role": "assistant", "content": "", "tool_calls": [CALL, second]},
+                        {"role": "tool", "tool_call_id": "c1", "content": picture},
+                        {"role": "tool", "tool_call_id": "c2", "content": picture},
+                        {"role": "user", "content": "and?"}, {"role": "assistant", "content": "A"}]}  # fmt: skip
+    collator, batch = collate(shipped, row)
+    if collator.stats.bad_rows:  # an older template has no place for them: the row is named and left out
+        assert "has no place for them" in batch.problems[0][1]
+        return
+    calls, answer = trained_runs(shipped.tokenizer, batch)
+    assert calls.startswith(CALL_TEXT) and calls.count("<|tool_response>") <= 1 and answer == "A<turn|>"
+
+
+if "gemma4_v5" in SHIPPED:
+
+    def test_steps_that_a_template_runs_together_are_counted_as_inexact():
+        row = tool_row({"role": "assistant", "content": "Snow."})
+        row["messages"][1]["content"] = "I look."
+        collator, batch = collate(demo.make_processor("gemma4_v5"), row)
+        assert trained_runs(collator.tokenizer, batch)[-1] == "I look.Snow.<turn|>"
+        assert collator.stats.inexact_turns == 1
+
+
+def test_a_result_that_answers_no_call_is_a_bad_row(processor):
+    row = {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "tool", "content": "lost"},
+            {"role": "assistant", "content": "y"},
+        ]
+    }
+    collator, batch = collate(processor, row)
+    assert collator.stats.bad_rows == 1 and "answers no tool call" in batch.problems[0][1]
+
+
+def test_raw_text_may_bring_its_own_bos_and_eos(processor):
+    plain = collate(processor, {"text": "raw words"})[1]
+    assert collate(processor, {"text": "<bos>raw words<eos>"})[1]["input_ids"].tolist() == plain["input_ids"].tolist()

@@ -50,6 +50,8 @@ def test_a_long_clip_is_cut_to_what_the_model_hears_and_its_length_told(tmp_path
     {"array": tone(1, 8000, 2).T, "sampling_rate": 8000},
     {"array": (tone(1, 8000) * 32767).astype(np.int16), "sampling_rate": 8000},
     {"array": tone(1, 8000).tolist(), "sampling_rate": 8000, "path": None},
+    {"array": (tone(1, 8000) * 32767).astype(int).tolist(), "sampling_rate": 8000},
+    {"array": (tone(1, 8000) * 2e9).astype(np.int32), "sampling_rate": 8000},
 ])  # fmt: skip
 def test_arrays(value):
     samples, _ = open_audio(value, RATE)
@@ -80,7 +82,9 @@ def with_nan():
     (wav_bytes(np.zeros(0)), "0 samples"), (wav_bytes(tone(1, RATE)[:100]), "100 samples"),
     (wav_bytes(with_nan()), "NaN"), ("https://example.org/a.wav", "--allow-remote-media"),
     ("data:audio/wav;base64,!!", "broken base64"), ({"array": tone(1, RATE)}, "sampling_rate"),
-    (tone(1, RATE), "no rate"), ({"path": None, "bytes": None}, "neither bytes nor path"), (5, "int is no media"),
+    (tone(1, RATE), "no rate"),
+    ({"array": tone(1, RATE) * 30000, "sampling_rate": RATE}, "scale them to -1..1"),
+    ({"path": None, "bytes": None}, "neither bytes nor path"), (5, "int is no media"),
     ({"array": np.zeros((2, 2, 2)), "sampling_rate": RATE}, "no audio"), (b"", "empty bytes"),
 ])  # fmt: skip
 def test_bad_audio(tmp_path, value, reason):
@@ -133,6 +137,14 @@ def test_sixteen_bits_are_scaled_not_clipped():
     ):
         row = np.asarray(open_image(value))[0, :, 0].astype(int)
         assert abs(row[48] - 128) < 4 and row[0] == 0 and row[-1] == 255
+
+
+@pytest.mark.parametrize("array", [
+    np.full((8, 8), 32768, np.int32), np.full((8, 8), 32768.0), np.full((8, 8), 32768, np.uint16), np.full((8, 8), 0.5),
+    np.full((8, 8), 128.0), np.full((8, 8), 128, np.int64), np.linspace(-1, 1, 65).reshape(5, 13)[:, 6:7],
+])  # fmt: skip
+def test_arrays_of_every_number_type_are_scaled_by_their_range(array):
+    assert abs(np.asarray(open_image(array)).mean() - 128) < 2
 
 
 def test_exif_orientation_is_applied():

@@ -111,12 +111,12 @@ def test_placeholder_words_stay_text_where_no_media_are_given():
 
 def test_consecutive_messages_merge_but_tool_results_do_not():
     tools = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
     raw = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]},
-           {"role": "assistant", "content": "c"}, {"role": "model", "content": "d", "train": False},
-           *tools]  # fmt: skip
-    user, assistant, *results = read_row({"messages": raw}).messages
+           {"role": "assistant", "content": "c"}, {"role": "model", "content": "d", "train": False}]  # fmt: skip
+    user, assistant, *results = read_row({"messages": [*raw[:4], call, *tools]}).messages
     assert user["content"] == [{"type": "text", "text": "a\nb"}]
-    assert assistant == {"role": "assistant", "content": "c\nd", "train": False}
+    assert (assistant["content"], assistant["train"], len(assistant["tool_calls"])) == ("c\nd", False, 1)
     assert results == tools
 
 

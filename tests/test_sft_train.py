@@ -37,7 +37,7 @@ def test_the_demo_says_so_and_proves_that_media_reach_the_model(demo_run):
 
 
 def test_the_demos_run_folder(demo_run):
-    _, result, place = demo_run
+    done, result, place = demo_run
     folder = place / result["run"]
     assert folder.parent == place / "runs"
     files = {path.name for path in folder.iterdir()}
@@ -52,7 +52,8 @@ def test_the_demos_run_folder(demo_run):
         record
     )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert sum("loss" in line for line in lines) == 120 and "eval_loss" in lines[-1]
+    assert sum("loss" in line for line in lines) == 120 and any("eval_loss" in line for line in lines[-2:])
+    assert done.stdout.count("\n") == 1 and len(done.stderr) < 10_000 and "\r" not in done.stderr
 
 
 def _umask():
@@ -150,7 +151,30 @@ def test_a_dry_run_writes_nothing(script, rows, model_folder, tmp_path):
         tmp_path / "run",
         "--dry-run",
     )
-    assert done.returncode == 0 and "would train" in done.stdout and not (tmp_path / "run").exists()
+    assert done.returncode == 0 and "LoRA on 24 language layers" in done.stdout, done.stderr[-1500:]
+    assert "1 rows to train on" in done.stdout and "trained tokens" in done.stdout and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("flags", "code"), [(["--lora-targets", "langauge"], 2), (["--quantize", "4bit"], 4)])
+def test_a_dry_run_finds_what_a_run_would(script, tmp_path, flags, code):
+    refused(script("sft_train.py", "--dry-run", *flags, cwd=tmp_path), code, flags[0])
+
+
+def test_missing_media_files_are_found_before_the_model_is_loaded(script, rows, tmp_path):
+    good = talk("see", "red", image=str(SAMPLES / "images/train-red-0.png"))
+    data = rows(*[good] * 9, talk("see", "red", image="absent.png"))
+    flags = ["--model", "demo", "--dataset", data, "--output", tmp_path / "run", "--dry-run"]
+    refused(
+        script("sft_train.py", *flags),
+        3,
+        "1 of 10 media cannot be read. First: rows.jsonl:10: no such file",
+        "--max-bad-media",
+    )
+    refused(script("sft_train.py", *flags, "--on-bad-media", "error"), 3, "rows.jsonl:10: no such file")
+    allowed = script("sft_train.py", *flags, "--max-bad-media", "0.2")
+    assert (
+        allowed.returncode == 0 and "1 of 10 media cannot be read" in allowed.stderr and "1 bad media" in allowed.stdout
+    )
 
 
 # ---- bad input: one or two lines, the right exit code, no traceback, no data
@@ -226,7 +250,8 @@ def test_a_model_that_cannot_be_reached(script, rows):
 
 
 @pytest.mark.parametrize(("flags", "code", "told"), [
-    (["--max-len", "many"], 2, "--max-len"), (["--dataset", "x.jsonl"], 2, "needs --model"),
+    (["--max-len", "many"], 2, "--max-len"), (["--eval-dataset", "x.jsonl"], 2, "need --dataset"),
+    (["--dataset", "x.jsonl"], 2, "needs --model"),
     (["--lora-targets", "qproj"], 2, "near names"), (["--precision", "fp16"], 2, "NaN"),
     (["--quantize", "4bit"], 4, "NVIDIA GPU"), (["--backend", "unsloth"], 4, "--backend hf"),
     (["--resume"], 2, "--resume needs --output"),
@@ -250,6 +275,12 @@ def test_an_output_folder_in_use_is_refused_until_told_otherwise(script, rows, t
     assert done.returncode == 0 and "going on from step 2" in done.stderr, done.stderr[-2000:]
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert steps == [1, 2, 3, 4]
+    record = json.loads((out / "run.json").read_text())
+    assert record["counters"]["rows"] == 8 and len(record["lengths"]) == 8  # the first two steps included
+    more.remove("--json")
+    refused(script(*more), 2, "is finished (4 steps)")
+    refused(script(*more, "--lora-r", "4"), 2, "was begun with --lora-r 16, not 4")
+    assert json.loads((out / "run.json").read_text()) == record
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("mine")
     done = script("sft_train.py", "--output", tmp_path / "home", "--overwrite")

@@ -3,13 +3,14 @@
 import copy
 import json
 import math
+import types
 
 import pytest
 import torch
 import transformers
 
 from conftest import ask, talk
-from gemma_trainer import callbacks, models, precision, trainers
+from gemma_trainer import callbacks, models, precision, recipe, trainers
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import DataError, Diverged
 
@@ -45,7 +46,7 @@ def make_trainer(model, processor, tmp_path):
                 torch.nn.init.normal_(parameter, std=0.05)
         defaults = dict(max_length=512, batch_size=2, grad_accum=1, lr=1e-3, epochs=1, max_steps=-1, steps=4, seed=0,
                         save_steps=1000, eval_steps=1000, evaluate=eval_rows is not None, workers=0, report_to=[],
-                        checkpointing=False, quiet=True)  # fmt: skip
+                        checkpointing=False)  # fmt: skip
         args = trainers.sft_arguments(tmp_path / "run", precision.choose("fp32", "cpu"), **(defaults | options))
         args.max_grad_norm = 1e9
         collators = [MultimodalCollator(processor, 512, **(collator_options or {})) for _ in range(2)]
@@ -70,6 +71,14 @@ def test_accumulation_is_token_weighted(make_trainer):
     assert together.keys() == one_by_one.keys() and len(together) == 48
     for name, grad in together.items():
         assert torch.allclose(grad, one_by_one[name], rtol=1e-3, atol=1e-5), name
+
+
+def test_a_run_has_the_steps_that_were_planned(make_trainer):
+    rows, config = [talk("hi", "hello")] * 7, {"batch_size": 2, "grad_accum": 3, "epochs": 3}
+    planned = recipe.steps_of(types.SimpleNamespace(max_steps=None, **config), len(rows))
+    trainer = make_trainer(rows, **config)
+    trainer.train()
+    assert trainer.state.global_step == planned == 6
 
 
 def test_the_loss_is_the_mean_over_trained_tokens(make_trainer, processor):

@@ -40,20 +40,21 @@ class Config(cli.CollatorFlags, cli.TrainingFlags):
 
 
 def main(config: Config) -> dict:
-    from gemma_trainer import recipe
+    from gemma_trainer import data, recipe
 
     config = recipe.with_defaults(config)
     run = recipe.open_run(config, "sft_train")
-    data = recipe.load_data(config)
+    rows = data.load_data(config)
+    recipe.check_resumed(config, run, rows)
     model_config, processor = recipe.load_processor(config)
     collators = recipe.make_collators(config, processor, model_config)
-    recipe.check_data(config, data, collators[0])
+    data.check_data(config, rows, collators[0])
     if config.dry_run:
-        return recipe.plan(config, run, data, model_config)
+        return recipe.plan(config, run, rows, model_config, collators[0])
     model = recipe.load_model(config, run, model_config, processor)
-    trainer = recipe.make_sft_trainer(config, run, model, processor, data, collators)
-    recipe.train(config, run, trainer, data)
-    return recipe.report(config, run, trainer, collators[1], data)
+    trainer = recipe.make_sft_trainer(config, run, model, processor, rows, collators)
+    recipe.train(config, run, trainer, rows)
+    return recipe.report(config, run, trainer, collators[1], rows)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import json
 import math
 import signal
 import sys
+import time
 from pathlib import Path
 
 import transformers
+from tqdm import tqdm
 
 from .errors import Diverged
 
@@ -29,6 +31,39 @@ class MetricsFile(transformers.TrainerCallback):
 def _number(value):
     """JSON has no NaN: it is written as a string."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Progress(transformers.TrainerCallback):
+    """Shows on stderr how far the run is: a bar on a terminal, else some twenty lines and each evaluation."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.started, self.shown, self.bar = time.monotonic(), state.global_step, None
+        if state.is_world_process_zero and sys.stderr.isatty():
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", file=sys.stderr)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+            return
+        names = {"loss": "loss", "eval_loss": "eval loss", "learning_rate": "lr", "grad_norm": "gradient"}
+        told = "  ".join(f"{name} {logs[key]:.4g}" for key, name in names.items() if isinstance(logs.get(key), float))
+        if self.bar is not None and "loss" in logs:
+            self.bar.set_postfix_str(told)
+        elif self.bar is not None:
+            self.bar.write(f"step {state.global_step}  {told}", file=sys.stderr)
+        elif "eval_loss" in logs or state.global_step >= self.shown + max(1, state.max_steps // 20):
+            self.shown = state.global_step if "loss" in logs else self.shown
+            minutes, seconds = divmod(round(time.monotonic() - self.started), 60)
+            clock = f"{minutes}:{seconds:02d}"
+            print(f"step {state.global_step}/{state.max_steps}  {clock}  {told}", file=sys.stderr, flush=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
 
 
 class StopOnDivergence(transformers.TrainerCallback):

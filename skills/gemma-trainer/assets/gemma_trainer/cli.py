@@ -20,7 +20,7 @@ EXIT_CODES = """exit codes:
   0 done                 3 bad data                     6 out of memory
   1 unexpected fault     4 unfit environment, no disk   7 training diverged
   2 wrong usage          5 model or data set not loaded 8 a check did not pass
-  130 interrupted, 143 terminated (a checkpoint was saved)
+  130 interrupted, 143 terminated (a checkpoint was saved, if training had begun)
 
 when memory runs out, lower in this order: --batch-size (raise --grad-accum instead), --max-len, --lora-r"""
 
@@ -45,10 +45,10 @@ class TrainingFlags:
     resume: bool = flag(False, "go on from the last checkpoint in --output")
     max_len: int = flag(2048, "most tokens in a row, media tokens included")
     epochs: float = flag(1.0, "passes over the data")
-    max_steps: int = flag(-1, "optimizer steps; overrides --epochs")
-    batch_size: int | None = flag(help="rows at a time on each device (default: 1; the demo takes 8)")
-    grad_accum: int | None = flag(help="batches to an optimizer step (default: 8; the demo takes 1)")
-    lr: float | None = flag(help="peak learning rate (default: 2e-4 for LoRA, 1e-5 with --full)")
+    max_steps: int | None = flag(help="optimizer steps, whatever --epochs says (the demo takes 120)")
+    batch_size: int | None = flag(help="rows at a time on each device (default: 1; the demo's own data 8)")
+    grad_accum: int | None = flag(help="batches to an optimizer step (default: 8; the demo's own data 1)")
+    lr: float | None = flag(help="peak learning rate (default: LoRA 2e-4, --full 1e-5; for --model demo 1e-2, 3e-3)")
     lora_r: int = flag(16, "LoRA rank")
     lora_alpha: int = flag(32, "LoRA scale: updates are multiplied by alpha / r")
     lora_dropout: float = flag(0.0, "LoRA dropout")
@@ -56,7 +56,7 @@ class TrainingFlags:
     full: bool = flag(False, "train all weights instead of LoRA adapters")
     quantize: str = flag("auto", "4-bit weights under LoRA; auto: on CUDA", ("auto", "4bit", "none"))
     precision: str = flag("auto", "auto: bf16 where native, else fp32", ("auto", "bf16", "fp16", "fp32"))
-    backend: str = flag("auto", "what loads and trains the model", ("auto", "unsloth", "hf"))
+    backend: str = flag("auto", "what loads and trains; unsloth is not part of this version", ("auto", "unsloth", "hf"))
     gradient_checkpointing: str = flag("auto", "less memory, more time; auto: on a GPU", ("auto", "on", "off"))
     seed: int = flag(0, "seed of data order, dropout and adapters")
     num_workers: int = flag(0, "processes that prepare batches ahead")
@@ -78,13 +78,26 @@ class CollatorFlags:
     """The collator's options as flags."""
 
     loss_on: str = flag("all-turns", "which model turns are trained", ("all-turns", "last-turn"))
-    train_reasoning: bool = flag(True, "train the reasoning that the chat template shows")
+    train_reasoning: bool = flag(
+        True, "train the reasoning that the chat template shows; what it leaves out is counted"
+    )
     thinking: str = flag("auto", "the template's thinking switch; auto: for rows with reasoning", ("auto", "on", "off"))
-    on_bad_media: str = flag("placeholder", "an unreadable image or clip", ("placeholder", "skip", "error"))
-    max_bad_media: float = flag(0.05, "largest share of unreadable media before the run stops")
-    long_audio: str = flag("cut", "a clip longer than the model hears", ("cut", "refuse"))
-    truncation: str = flag("cut", "a row over --max-len", ("cut", "error"))
-    placeholders: str = flag("rows", "zero media that fill gaps in a batch", ("rows", "needed", "always"))
+    on_bad_media: str = flag(
+        "placeholder",
+        "an unreadable image or clip: keep its row as untrained context, leave the row out, or stop",
+        ("placeholder", "skip", "error"),
+    )
+    max_bad_media: float = flag(0.05, "stop when more of the media (or rows) read so far are unreadable")
+    long_audio: str = flag(
+        "cut", "a clip longer than the model hears: cut it, or treat it as unreadable", ("cut", "refuse")
+    )
+    truncation: str = flag("cut", "a row over --max-len: cut its end, or stop", ("cut", "error"))
+    placeholders: str = flag(
+        "rows",
+        "masked zero media: for each row without audio in a batch with audio, only where the model needs them, "
+        "or so that every batch has every kind of medium",
+        ("rows", "needed", "always"),
+    )
     media_root: str | None = flag(help="refuse media files outside this folder")
     allow_remote_media: bool = flag(False, "fetch media from http(s) URLs")
 
@@ -105,7 +118,11 @@ def build_parser(flags: type, description: str, examples: str) -> argparse.Argum
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="flags from a JSON, TOML or YAML file; the command line wins")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="flags from a JSON, TOML or YAML file, named without dashes (max-len: 512); the command line wins",
+    )
     for field in dataclasses.fields(flags):
         _add_flag(parser, field)
     return parser
@@ -130,8 +147,8 @@ def _add_flag(parser, field) -> None:
         options["metavar"] = (
             None if options.get("choices") else annotation.split("[")[-1].split(" |")[0].split(",")[0].upper()
         )
-    if field.default not in (None, False, ()) and "help" in options:
-        options["help"] += f" (default: {str(field.default).lower() if field.default is True else field.default})"
+    if not (field.default is None or field.default is False or field.default == ()):
+        options["help"] += f" (default: {'on' if field.default is True else field.default})"
     parser.add_argument(name, **options)
 
 
@@ -152,17 +169,8 @@ def parse(flags: type, description: str, examples: str, argv: list[str]):
 
 
 def _check_ranges(values: dict) -> None:
-    for name in (
-        "max_len",
-        "batch_size",
-        "grad_accum",
-        "lora_r",
-        "lora_alpha",
-        "epochs",
-        "lr",
-        "save_steps",
-        "eval_steps",
-    ):
+    positive = "max_len max_steps batch_size grad_accum lora_r lora_alpha epochs lr save_steps eval_steps"
+    for name in positive.split():
         if values.get(name) is not None and not values[name] > 0:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {values[name]}")
     for name in ("test_size", "lora_dropout", "max_bad_media"):
@@ -257,7 +265,11 @@ def _quiet_environment() -> None:
     """Before any heavy import: no telemetry, and no advice that is not ours."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for library in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        for library in ("HF_HUB", "HF_DATASETS"):
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
 def _as_error(problem: BaseException) -> TrainerError:
@@ -269,7 +281,8 @@ def _as_error(problem: BaseException) -> TrainerError:
         error.exit_code, error.kind = 130, "interrupted"
         return error
     if isinstance(problem, ModuleNotFoundError):
-        error = TrainerError(f"{problem}: install the project's packages (pip install -c constraints.txt -e .)")
+        requirements = Path(__file__).resolve().parent.parent / "requirements.txt"
+        error = TrainerError(f"{problem}: run the script with `uv run`, or pip install -r {requirements}")
         error.exit_code, error.kind = 4, "environment"
         return error
     if isinstance(problem, MemoryError) or re.search(r"out of memory|can't allocate memory", str(problem), re.I):

@@ -152,7 +152,10 @@ class MultimodalCollator:
         items = items or [self._empty_item()]
         batch = Batch(self._assemble(items, tensors, counts), counts, problems)
         self._count(items, batch)
-        self.stats.add(batch.counts)
+        if torch.utils.data.get_worker_info() is None:
+            self.stats.add(batch.counts)
+        else:
+            batch.count_for = self.stats.key
         return batch
 
     # -- rows and media

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from .rows import Row, read_row
 
 
@@ -27,6 +29,8 @@ def answer(model, collator, raw: dict, max_new_tokens: int = 64, blind: bool = F
     import torch
 
     row = read_row(raw)
+    collator = copy.copy(collator)
+    collator.placeholders = "needed"  # a zero image's token would stand behind the prompt
     batch = collator([raw])
     start = collator.labeller.answer_start(batch["input_ids"][0].tolist())
     inputs = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .errors import CannotLoad, RowError
-from .families import Family
+from .families import KINDS, Family
 from .rendering import MARK, Rendered, Renderer
 from .rows import Row
 
@@ -82,7 +82,7 @@ class Labeller:
         spans = find_spans(ids, self.markers)
         dropped = self._reasoning_dropped(row, rendered, ids)
         kept = self._chosen(row, spans) if row.trained else []
-        inexact = self._inexact(row, rendered, ids, kept, dropped)
+        inexact = self._inexact(row, rendered, ids, spans, kept, dropped)
         trained = np.zeros(len(ids), bool)
         for span in kept:
             trained[span.start + self._prompt_part(rendered, ids, span) : span.end] = True
@@ -160,7 +160,7 @@ class Labeller:
         at = kept[-1].start
         return ids[:at] + tail + ids[at:], np.insert(trained, at, np.zeros(len(tail), bool))
 
-    def _inexact(self, row: Row, rendered: Rendered, ids: list[int], kept: list[Span], dropped: int) -> int:
+    def _inexact(self, row: Row, rendered: Rendered, ids: list[int], spans, kept: list[Span], dropped: int) -> int:
         """How many trained spans stand behind another prompt than the one they would answer in use."""
         if rendered.restore is not None:
             return 0
@@ -173,12 +173,29 @@ class Labeller:
             ]
             prompts = (self.renderer.generation_prompt(row, i, rendered.thinking) for i in said[:-1])
             return sum(not rendered.text.startswith(prompt) for prompt in prompts)
-        inexact = 0
+        inexact = self._joined_steps(row, len(spans)) if any("tool_calls" in message for message in row.messages) else 0
         for span in kept:
             fixed = span is kept[-1] and not span.after_result
             if self.tail(rendered.thinking, span.after_result) and not fixed:
                 inexact += not self._prompt_part(rendered, ids, span)
         return inexact
+
+    @staticmethod
+    def _joined_steps(row: Row, found: int) -> int:
+        """How many steps of the model a template has run into the one before, without a break between them."""
+        steps = 0
+        for position, message in enumerate(row.messages):
+            if message["role"] == "assistant":
+                before, after = (
+                    row.messages[i]["role"] if 0 <= i < len(row.messages) else "" for i in (position - 1, position + 1)
+                )
+                calls, content = bool(message.get("tool_calls")), bool(message["content"])
+                steps += (
+                    calls
+                    + (content and (not calls or after == "tool"))
+                    + (not calls and not content and before != "tool")
+                )
+        return max(0, steps - found)
 
     def _reasoning_dropped(self, row: Row, rendered: Rendered, ids: list[int]) -> int:
         given = sum("reasoning" in message for message in row.messages)
@@ -201,6 +218,7 @@ class Markers:
     response_end: int | None
     channel: int | None
     channel_end: int | None
+    media: frozenset[int] = frozenset()  # the slots of images and clips
 
     @classmethod
     def of(cls, tokenizer, family: Family) -> Markers:
@@ -216,6 +234,7 @@ class Markers:
             response_end=one(family.tool_response_end),
             channel=one(family.channel),
             channel_end=one(family.channel_end),
+            media=frozenset(getattr(tokenizer, f"{kind}_token_id", None) for kind in KINDS) - {None},
         )
 
 
@@ -245,6 +264,8 @@ def find_spans(ids: list[int], markers: Markers) -> list[Span]:
         elif token == markers.response_end:
             if turn >= 0 and start is None and after_result:
                 start = at + 1
+                while start < len(ids) and ids[start] in markers.media:  # pictures that belong to the result
+                    start += 1
         elif start is None:
             continue
         elif token == markers.response:

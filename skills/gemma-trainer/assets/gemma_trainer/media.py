@@ -84,13 +84,8 @@ def _array_to_pil(value):
         raise MediaError(f"an array of shape {tuple(array.shape)} is no image")
     if array.dtype == bool:
         array = array * np.uint8(255)
-    elif array.dtype == np.uint16:
-        array = (array // 257).astype(np.uint8)
     elif array.dtype != np.uint8:
-        if not np.isfinite(array).all():
-            raise MediaError("an image array holds NaN or infinity")
-        scale = 255 if np.issubdtype(array.dtype, np.floating) and array.max(initial=0) <= 1 else 1
-        array = (array * scale).round().clip(0, 255).astype(np.uint8)
+        array = _to_eight_bits(array)
     return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array)
 
 
@@ -100,20 +95,34 @@ def _to_rgb(image):
     from PIL import Image
 
     if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image, dtype=np.uint16) // 257).astype(np.uint8))
+        image = Image.fromarray(_to_eight_bits(np.asarray(image, dtype=np.uint16)))
     elif image.mode in ("I", "F"):
-        samples = np.asarray(image, dtype=np.float64)
-        if not np.isfinite(samples).all():
-            raise MediaError("the image holds NaN or infinity")
-        # These modes do not say their range: take the smallest usual one that holds every sample.
-        top = next((top for top in (1.0 if image.mode == "F" else 255.0, 255.0, 65535.0) if samples.max() <= top), None)
-        top = samples.max() if top is None else top
-        image = Image.fromarray((samples.clip(0, top) * (255.0 / top)).round().astype(np.uint8))
+        image = Image.fromarray(_to_eight_bits(np.asarray(image)))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
     return image.convert("RGB")
+
+
+def _to_eight_bits(samples):
+    """Scale samples of any number type to 0..255, by the smallest usual range that holds them all.
+
+    The ranges are 0..255, 0..65535 (always for uint16), for floats also 0..1 and -1..1, and else the samples' own.
+    """
+    import numpy as np
+
+    values = samples.astype(np.float64)
+    if not np.isfinite(values).all():
+        raise MediaError("the image holds NaN or infinity")
+    low, high = values.min(initial=0), values.max(initial=0)
+    usual = [(0, 255), (0, 65535)]
+    if samples.dtype == np.uint16:
+        usual = [(0, 65535)]
+    elif np.issubdtype(samples.dtype, np.floating):
+        usual = [(0, 1), (-1, 1), *usual]
+    bottom, top = next(((a, b) for a, b in usual if a <= low and high <= b), (low, high))
+    return ((values - bottom) * (255.0 / (top - bottom))).round().astype(np.uint8)
 
 
 def open_audio(
@@ -214,12 +223,31 @@ def _audio_array(value):
         samples = samples.T
     if samples.dtype == np.uint8:
         return (samples.astype(np.float32) - 128) / 128
-    if samples.dtype in (np.int16, np.int32):
-        return samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
+    peak = float(np.abs(samples.astype(np.float64)).max(initial=0))
+    if np.issubdtype(samples.dtype, np.integer):  # a list of integers is int64, whatever it was recorded in
+        wide = samples.dtype == np.int32 or peak > 2**15
+        return samples.astype(np.float32) / (2.0**31 if wide else 2.0**15)
+    if peak > 8:
+        raise MediaError(f"float audio samples up to {peak:.0f}: scale them to -1..1")
     return samples.astype(np.float32)
 
 
 # ---- where the bytes come from
+
+
+def find_media(value: Any, folder: Path | None = None, access: MediaAccess = MediaAccess()) -> None:
+    """Look whether a medium can be had, without opening it: its file is there, or it may be fetched.
+
+    Raises:
+        MediaError: no such file, an empty one, one outside the media root, or a URL that may not be fetched.
+    """
+    if isinstance(value, Mapping) and value.get("bytes") is None and value.get("array") is None:
+        value = value.get("path") or value.get("url")
+    if isinstance(value, str | Path) and not str(value).startswith("data:"):
+        if not re.match(r"https?://", str(value)):
+            _content(value, folder, access)
+        elif not access.remote:
+            raise MediaError("a remote URL, which is fetched only with --allow-remote-media")
 
 
 def _content(value, folder: Path | None, access: MediaAccess) -> bytes | Path:

@@ -21,6 +21,8 @@ def load_config(name: str):
     """
     from transformers import AutoConfig
 
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise CannotLoad(f"--model {name}: no such folder")
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as problem:
@@ -151,10 +153,20 @@ def _linear_names(model) -> list[str]:
 
 
 def _near_names(linear: list[str], targets: str) -> str:
-    leaves = {name.removesuffix(".linear").rpartition(".")[2] for name in linear}
+    leaves = {*PARTS, "all"} | {name.removesuffix(".linear").rpartition(".")[2] for name in linear}
     words = re.sub(r"[^\w|]", "", targets).split("|")
     near = [name for word in words for name in difflib.get_close_matches(word, leaves, 3, 0.4)]
     return ", ".join(dict.fromkeys(near)) or ", ".join(sorted(leaves)[:8])
+
+
+def skeleton(config):
+    """The model without weights, on the meta device: what its modules are called and how large they are."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForCausalLM if config.model_type.endswith("_text") else AutoModelForImageTextToText
+    with torch.device("meta"):
+        return auto.from_config(config)
 
 
 def add_lora(model, targets: str, r: int, alpha: int, dropout: float):

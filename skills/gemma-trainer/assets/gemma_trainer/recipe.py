@@ -1,4 +1,4 @@
-"""The steps of a training run, in the order the scripts call them: data, collator, model, trainer, report."""
+"""The steps of a training run, in the order the scripts call them: processor, collator, model, trainer, report."""
 
 from __future__ import annotations
 
@@ -6,41 +6,30 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import random
-from dataclasses import dataclass, field
 
 from . import sources
 from .cli import note
-from .demo import SAMPLES
-from .errors import DataError, EnvironmentUnfit, Interrupted, RowError, TrainerError, UsageError
+from .data import Data
+from .errors import EnvironmentUnfit, Interrupted, TrainerError, UsageError
 from .rows import read_row
 from .runs import Run, checkpoint_bytes, versions
 
-MAX_CHECKED = 200_000  # rows whose form is checked before the run; the rest is checked as it is read
-SHOWN = 5  # bad rows told by name
-
-
-@dataclass
-class Data:
-    """A run's rows. `first` names, for "image" and "audio", the first row that has one."""
-
-    rows: sources.Rows | sources.Subset
-    eval_rows: sources.Rows | sources.Subset | None
-    names: list[str]
-    first: dict[str, str] = field(default_factory=dict)
+PLANNED = 256  # rows that a dry run sends through the collator
 
 
 def with_defaults(config):
     """Fill in what depends on other flags, and say so where the built-in demo runs."""
-    if config.demo:
-        model = "tiny random Gemma 4" if config.model in (None, "demo") else config.model
-        note(f"No --dataset given: running the built-in demo ({model}, bundled samples, offline).")
-    elif config.model is None:
+    if not config.demo and config.model is None:
         raise UsageError("--dataset needs --model: a hub id such as google/gemma-4-E2B-it, a folder, or demo")
     if config.backend == "unsloth":
         raise EnvironmentUnfit("--backend unsloth is not part of this version: use --backend hf")
+    if config.demo and (config.eval_dataset or config.test_size):
+        raise UsageError("--eval-dataset and --test-size need --dataset: the demo has held-out rows of its own")
     if config.eval_dataset and config.test_size:
         raise UsageError("--eval-dataset and --test-size exclude each other")
+    if config.demo:
+        model = "tiny random Gemma 4" if config.model in (None, "demo") else config.model
+        note(f"No --dataset given: running the built-in demo ({model}, bundled samples, offline).")
     tiny = config.model in (None, "demo")
     rates = {(False, False): 2e-4, (False, True): 1e-5, (True, False): 1e-2, (True, True): 3e-3}
     chosen = {
@@ -48,7 +37,7 @@ def with_defaults(config):
         "batch_size": config.batch_size or (8 if config.demo else 1),
         "grad_accum": config.grad_accum or (1 if config.demo else 8),
         "lr": config.lr or rates[tiny, config.full],
-        "max_steps": 120 if config.demo and config.max_steps < 0 and config.epochs == 1 else config.max_steps,
+        "max_steps": config.max_steps or (120 if config.demo and config.epochs == 1 else None),
     }
     return dataclasses.replace(config, **chosen)
 
@@ -58,84 +47,19 @@ def open_run(config, script: str) -> Run:
     return Run(script, config.output, config.overwrite, config.resume)
 
 
-# ---- data
-
-
-def load_data(config) -> Data:
-    """Open the rows and check their form.
-
-    Raises:
-        DataError: no such file, no rows, or rows that cannot be read; the first are named, with the total.
-    """
-    names = [str(SAMPLES / "train.jsonl")] if config.demo else list(config.dataset)
-    evaluation = [str(SAMPLES / "heldout.jsonl")] if config.demo and not config.test_size else list(config.eval_dataset)
-    rows = sources.open_rows(names)
-    eval_rows = sources.open_rows(evaluation) if evaluation else None
-    if config.test_size:
-        rows, eval_rows = split(rows, config.test_size, config.seed)
-    data = Data(rows, eval_rows, names)
-    for part in (rows, eval_rows):
-        if part is not None:
-            _check_form(part, data.first)
-    return data
-
-
-def split(rows, share: float, seed: int):
-    """Split rows at random into training and evaluation, in their order, at least one row each."""
-    held = max(1, round(share * len(rows)))
-    if held >= len(rows):
-        raise DataError(f"--test-size {share:g} leaves none of {len(rows)} rows to train on")
-    chosen = set(random.Random(seed).sample(range(len(rows)), held))
-    kept = [index for index in range(len(rows)) if index not in chosen]
-    return sources.Subset(rows, kept), sources.Subset(rows, sorted(chosen))
-
-
-def _check_form(rows, first: dict[str, str]) -> None:
-    first_bad, others, total = "", [], 0
-    for index in range(min(len(rows), MAX_CHECKED)):
-        try:
-            row = read_row(rows[index], f"row {index}")
-        except RowError as problem:
-            total += 1
-            first_bad = first_bad or str(problem)
-            others += [problem.row] if 1 < total <= SHOWN else []
-            continue
-        for medium in row.media:
-            first.setdefault(medium.kind, row.name)
-    if total:
-        more = f"\n{total} bad rows in all, also {', '.join(others)}" + (", ..." if total > SHOWN else "")
-        raise DataError(first_bad + (more if others else ""))
-
-
-def check_data(config, data: Data, collator) -> None:
-    """Check rows against the model, before any weight is loaded.
-
-    Raises:
-        RowError: an image or audio row for a model without that tower.
-        DataError: no row has a token to train on.
-    """
-    from .trainers import something_is_trained
-
-    for kind, name in data.first.items():
-        if kind not in collator.modalities:
-            takes = " and ".join(["text", *sorted(collator.modalities)])
-            raise RowError(name, f"{kind} in the row, but {config.model} ({collator.family.name}) takes {takes} only")
-    if not something_is_trained(data.rows, collator):
-        raise DataError(
-            f"nothing to train: none of {len(data.rows)} rows has an assistant token within --max-len {config.max_len} "
-            f"({_untrained_reason(collator.stats)})"
+def check_resumed(config, run: Run, data: Data) -> None:
+    """Refuse to resume what is finished, or was begun with other flags (UsageError)."""
+    if not config.resume:
+        return
+    steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
+    for name in ("model", "full", "quantize", "lora_r", "lora_alpha", "lora_targets"):
+        if name in before and before[name] != (now := getattr(config, name)):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"--resume: the run in {run.folder} was begun with {flag} {before[name]}, not {now}")
+    if run.previous.get("status") == "done" and run.previous.get("steps", 0) >= steps:
+        raise UsageError(
+            f"--resume: the run in {run.folder} is finished ({steps} steps): raise --epochs or --max-steps to go on"
         )
-    collator.stats.reset()
-
-
-def _untrained_reason(stats) -> str:
-    reasons = {
-        "cut_to_nothing": "are cut before their answer: raise --max-len",
-        "bad_media": "of their media cannot be read",
-        "bad_rows": "are refused by the chat template",
-    }
-    told = [f"{stats[name]} {reason}" for name, reason in reasons.items() if stats[name]]
-    return "; ".join(told) or "they have no assistant message, or all of it is marked as context"
 
 
 # ---- model
@@ -197,14 +121,14 @@ def load_model(config, run: Run, model_config, processor):
 
 def steps_of(config, rows: int) -> int:
     """Optimizer steps of a run on one device."""
-    if config.max_steps > 0:
+    if config.max_steps:
         return config.max_steps
-    return max(1, math.ceil(math.ceil(rows / config.batch_size) / config.grad_accum * config.epochs))
+    return math.ceil(config.epochs * math.ceil(math.ceil(rows / config.batch_size) / config.grad_accum))
 
 
 def make_sft_trainer(config, run: Run, model, processor, data: Data, collators):
     """The trainer of a supervised run."""
-    from .callbacks import MetricsFile, StopOnDivergence
+    from .callbacks import MetricsFile, Progress, StopOnDivergence
     from .precision import choose
     from .trainers import GemmaSFTTrainer, sft_arguments
 
@@ -237,7 +161,7 @@ def make_sft_trainer(config, run: Run, model, processor, data: Data, collators):
         data.eval_rows,
         collators[1],
         config.max_bad_media,
-        callbacks=[MetricsFile(run.folder / "metrics.jsonl"), StopOnDivergence()],
+        callbacks=[MetricsFile(run.folder / "metrics.jsonl"), Progress(), StopOnDivergence()],
     )
 
 
@@ -266,23 +190,26 @@ def train(config, run: Run, trainer, data: Data) -> None:
         with stop:
             trainer.train(resume_from_checkpoint=_checkpoint(config, run))
         if stop.exit_code:
-            run.finish("interrupted", **collected(trainer))
+            run.finish("interrupted", **collected(run, trainer))
             raise Interrupted(
                 f"stopped at step {trainer.state.global_step}, a checkpoint was saved: "
                 f"go on with --resume --output {run.folder}",
                 stop.exit_code,
             )
-        if data.eval_rows is not None:
+        step = trainer.state.global_step
+        evaluated = any("eval_loss" in entry and entry["step"] == step for entry in trainer.state.log_history)
+        if data.eval_rows is not None and not evaluated:
             trainer.evaluate()
         with run.staged() as folder:
             trainer.save_model(str(folder))
-            (folder / "training_args.bin").unlink(missing_ok=True)
+            for name in ("training_args.bin", "README.md"):  # a pickle, and PEFT's empty model card
+                (folder / name).unlink(missing_ok=True)
     except Interrupted:
         raise
     except BaseException as problem:
         with contextlib.suppress(OSError):  # the disk may be what failed
             error = str(problem) if isinstance(problem, TrainerError) else type(problem).__name__
-            run.finish("failed", error=error, **collected(trainer))
+            run.finish("failed", error=error, **collected(run, trainer))
         raise
 
 
@@ -303,18 +230,22 @@ def _checkpoint(config, run: Run) -> str | None:
     return str(found[-1])
 
 
-def collected(trainer) -> dict:
-    """What the trainer counted, for `run.json`."""
+def collected(run: Run, trainer) -> dict:
+    """What the trainer counted, for `run.json`; of a resumed run, from its first step on."""
     history = trainer.state.log_history
     last = {key: value for entry in history for key, value in entry.items() if key not in ("step", "epoch")}
-    problems = trainer.problems
+    metrics = {key: value for key, value in last.items() if isinstance(value, int | float)}
+    losses = [entry["loss"] for entry in run.metrics() if "loss" in entry]
+    if losses:  # the trainer's own mean leaves out the steps before a resumed checkpoint
+        metrics["train_loss"] = sum(losses) / len(losses)
+    seconds = last.get("train_runtime", 0.0) + run.previous.get("timing", {}).get("train_s", 0.0)
     return {
         "steps": trainer.state.global_step,
         "counters": dict(trainer.counts),
-        "problems": [f"{row}: {reason}" for row, reason in problems],
+        "problems": [f"{row}: {reason}" for row, reason in trainer.problems],
         "lengths": trainer.lengths,
-        "metrics": {key: value for key, value in last.items() if isinstance(value, int | float)},
-        "timing": {"train_s": round(last.get("train_runtime", 0.0), 1)},
+        "metrics": metrics,
+        "timing": {"train_s": round(seconds, 1)},
     }
 
 
@@ -325,10 +256,13 @@ def report(config, run: Run, trainer, collator, data: Data) -> dict:
     """Ask the trained model a few rows, write the last files, and return the result."""
     from . import generation
 
-    facts = collected(trainer)
+    facts = collected(run, trainer)
     model = trainer.model.eval()
     asked = data.eval_rows if data.eval_rows is not None else data.rows
-    facts["samples"] = [generation.answer(model, collator, asked[i]) for i in _answerable(asked, 4)]
+    try:
+        facts["samples"] = [generation.answer(model, collator, asked[i]) for i in _answerable(asked, 4)]
+    except Exception as problem:  # the result is saved: a sample that cannot be made does not undo the run
+        note(f"no sample answers in the report ({type(problem).__name__})")
     if config.demo:
         facts["metrics"] |= generation.media_accuracy(model, collator, list(data.eval_rows))
     run.finish("done", **facts)
@@ -364,7 +298,7 @@ def summary(config, run: Run) -> str:
     worth = {name: counters[name] for name in ("bad_media", "bad_rows", "truncated", "cut_to_nothing", "long_audio",
              "reasoning_dropped", "inexact_turns") if counters.get(name)}  # fmt: skip
     if worth:
-        lines.append("note     " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in worth.items()))
+        lines.append(f"note     {_told(worth)}")
     if "accuracy" in metrics:
         lines.append(
             f"proof    on held-out pictures and sounds: {metrics['accuracy']:.0%} right, with the media zeroed "
@@ -373,13 +307,38 @@ def summary(config, run: Run) -> str:
     return "\n".join([*lines, f"run      {run.folder} (report.html, run.json, metrics.jsonl, adapter and processor)"])
 
 
-def plan(config, run: Run, data: Data, model_config) -> dict:
-    """What a dry run says."""
+def plan(config, run: Run, data: Data, model_config, collator) -> dict:
+    """What a dry run says: what would be trained, on what, and what the collator does to the first rows."""
+    from . import models
     from .precision import choose
 
-    steps = steps_of(config, len(data.rows))
     precision = choose(config.precision)
-    result = {"status": "dry-run", "demo": config.demo, "run": str(run.folder), "model": config.model, "steps": steps}
-    result |= {"rows": len(data.rows), "eval_rows": len(data.eval_rows or ()), "precision": precision.reason}
-    what = f"{config.model} ({model_config.model_type}) on {len(data.rows)} rows in {steps} steps"
-    return result | {"summary": f"would train {what}, into {run.folder}\n{precision.reason}"}
+    _, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
+    model = models.skeleton(model_config)
+    if not config.full:
+        model = models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)
+    trains = models.describe_trained(model)
+    looked_at = min(len(data.rows), PLANNED)
+    for index in range(0, looked_at, 8):
+        collator([data.rows[i] for i in range(index, min(index + 8, looked_at))])
+    counters = {name: count for name, count in collator.stats.items() if count and name != "padding"}
+    result = {"status": "dry-run", "demo": config.demo, "run": str(run.folder), "model": config.model, **trains}
+    result |= {
+        "rows": len(data.rows),
+        "eval_rows": len(data.eval_rows or ()),
+        "steps": steps_of(config, len(data.rows)),
+    }
+    result |= {"precision": precision.reason, "quantization": quantized, "looked_at": looked_at, "counters": counters}
+    lines = [
+        f"model    {config.model} ({model_config.model_type}): {trains['trains']}; "
+        f"{trains['trainable_parameters']:,} of {trains['total_parameters']:,} parameters",
+        f"device   {precision.reason}; {quantized}",
+        f"data     {result['rows']} rows to train on, {result['eval_rows']} to evaluate on; {result['steps']} steps",
+        f"rows     in the first {looked_at}: {_told(counters)}",
+        f"run      would be written to {run.folder}",
+    ]
+    return result | {"summary": "\n".join(lines)}
+
+
+def _told(counters: dict) -> str:
+    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counters.items())

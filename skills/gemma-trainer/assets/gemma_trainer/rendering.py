@@ -94,13 +94,13 @@ class Renderer:
     def _hide(self, value):
         """Swap the letters control tokens begin with for private-use ones, if the row may spell a control token.
 
-        Neighbouring strings are looked at joined and trimmed too: a template may put them side by side.
+        The texts of neighbouring blocks are looked at joined, too: a template may put them side by side.
         Returns (value, restore), or None where there is nothing to hide.
         """
-        keys, texts = list(_keys(value)), list(_texts(value))
-        if not self.control.search("".join(map(str.strip, texts))) and not any(map(self.control.search, keys + texts)):
+        strings = [*_strings(value), *_joined_blocks(value[0])]
+        if not any(map(self.control.search, strings)):
             return None
-        taken = set().union(*keys, *texts)
+        taken = set().union(*strings)
         free = (chr(code) for code in PRIVATE_USE if chr(code) not in taken)
         swap = dict(zip(self.first_letters, free, strict=False))
         restore = {ord(stand_in): letter for letter, stand_in in swap.items()}
@@ -166,26 +166,26 @@ def _marked(message: dict) -> dict:
     return marks | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
-def _texts(value):
-    """The strings a template may print, in order; roles and block types are ours."""
+def _strings(value):
+    """Every string in nested lists and mappings, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for key, item in value.items():
-            if key not in ("role", "type"):
-                yield from _texts(item)
+            yield str(key)
+            yield from _strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item)
+            yield from _strings(item)
 
 
-def _keys(value):
-    if isinstance(value, dict):
-        yield from map(str, value)
-        value = value.values()
-    if not isinstance(value, str) and hasattr(value, "__iter__"):
-        for item in value:
-            yield from _keys(item)
+def _joined_blocks(messages: list[dict]):
+    """The texts of each message's blocks as a template may join them: as they are, and trimmed."""
+    for message in messages:
+        if isinstance(message["content"], list):
+            texts = [block["text"] for block in message["content"] if block["type"] == "text"]
+            yield "".join(texts)
+            yield "".join(map(str.strip, texts))
 
 
 def _translate(value, table):

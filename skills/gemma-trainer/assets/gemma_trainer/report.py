@@ -118,9 +118,10 @@ def _head(run: dict, title: str) -> str:
     }
     rows = "".join(f"<dt>{name}</dt><dd>{_esc(value)}</dd>" for name, value in facts.items() if _text(value))
     css = status if status in ("done", "interrupted", "failed") else "soft"
+    error = f": {_esc(run['error'])}" if _text(run.get("error")) else ""
     demo = '<p class="demo">This is the built-in demo. Its figures show that training works, no more.</p>'
     return (
-        f'<header><h1>{_esc(title)}</h1><p>Status: <b class="{css}">{status}</b></p>'
+        f'<header><h1>{_esc(title)}</h1><p>Status: <b class="{css}">{status}</b>{error}</p>'
         f'{demo if run.get("demo") is True else ""}<dl class="facts">{rows}</dl></header>'
     )
 

@@ -82,6 +82,7 @@ def read_row(raw: Mapping, name: str = "row") -> Row:
         row.messages, row.text = _conversation(fields)
         if row.text is None:
             row.messages = merge_consecutive(row.messages)
+            _check_results(row.messages)
             row.messages, row.media = _place_media(row.messages, _media_columns(fields))
         elif any(_media_columns(fields).values()):
             raise ValueError("a text row has no place for media: write the row as messages")
@@ -122,9 +123,9 @@ def _conversation(fields: dict) -> tuple[list[dict], str | None]:
         return [_message(m) for m in system + pair], None
     if "text" in fields:
         turns = read_turns(_string(fields["text"], "text"))
-        return [_message({"role": role, "content": said}) for role, said in turns or ()], None if turns else fields[
-            "text"
-        ]
+        # BOS and EOS are added when the row is tokenized: those that the text spells out itself are the same ones.
+        text = None if turns else fields["text"].removeprefix("<bos>").removesuffix("<eos>")
+        return [_message({"role": role, "content": said}) for role, said in turns], text
     if "chosen" in fields or "rejected" in fields:
         raise ValueError("a preference row (chosen / rejected) cannot be used for supervised fine-tuning")
     found = ", ".join(key[:40] for key in sorted(map(str, fields))[:12]) or "no keys"
@@ -184,11 +185,12 @@ def _message(raw) -> dict:
 def _read_assistant(message: dict, raw: Mapping) -> None:
     if raw.get("tool_calls"):
         message["tool_calls"] = _tool_calls(raw["tool_calls"])
-    reasoning = raw.get("reasoning") or raw.get("reasoning_content")
-    if not reasoning:
-        reasoning, message["content"] = _split_thought(message["content"])
+    reasoning = _string(raw.get("reasoning") or raw.get("reasoning_content") or "", "reasoning")
+    thought, message["content"] = _split_thought(message["content"])
+    if thought and thought != reasoning.strip():
+        reasoning = f"{reasoning}\n{thought}" if reasoning else thought
     if reasoning:
-        message["reasoning"] = _string(reasoning, "reasoning")
+        message["reasoning"] = reasoning
     if raw.get("train") is False or raw.get("weight") == 0:  # `weight` is how OpenAI's fine-tuning files say it
         message["train"] = False
 
@@ -300,6 +302,15 @@ def merge_consecutive(messages: list[dict]) -> list[dict]:
         else:
             merged.append(message)
     return merged
+
+
+def _check_results(messages: list[dict]) -> None:
+    """A tool result that answers no call would vanish in most templates without a word."""
+    called = False
+    for message in messages:
+        if message["role"] == "tool" and not called:
+            raise ValueError("a tool message that answers no tool call")
+        called = "tool_calls" in message or (called and message["role"] == "tool")
 
 
 def _join(first, second):

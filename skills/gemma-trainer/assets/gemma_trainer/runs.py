@@ -34,7 +34,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "b
 
 
 class Run:
-    """One run and its folder.
+    """One run and its folder. `previous` is the record of the run that is resumed.
 
     Args:
         script: the script's name, for the default folder `runs/<script>-<date-time>` and `run.json`.
@@ -51,6 +51,7 @@ class Run:
         self.overwrite, self.resume = overwrite, resume
         self.record: dict = {}
         self._check_folder(output)
+        self.previous: dict = json.loads((self.folder / "run.json").read_text(encoding="utf-8")) if resume else {}
 
     def _default_folder(self) -> Path:
         base = Path("runs") / f"{self.script}-{datetime.datetime.now():%Y%m%d-%H%M%S}"

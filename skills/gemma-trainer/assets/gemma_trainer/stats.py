@@ -1,10 +1,10 @@
-"""What the collator counted, right across dataloader workers."""
+"""What the collator counted. A batch is counted once, where it is delivered, also when a worker process made it."""
 
 from __future__ import annotations
 
+import uuid
+import weakref
 from collections.abc import Iterator, Mapping
-
-import torch
 
 COUNTERS = (
     "rows", "tokens", "trained_tokens", "padding", "images", "clips", "placeholders",
@@ -16,36 +16,40 @@ COUNTERS = (
     "reasoning_dropped",  # reasonings that the chat template leaves out
     "inexact_turns",  # trained turns behind another prompt than in use
 )  # fmt: skip
-MAX_WORKERS = 256
+_live: weakref.WeakValueDictionary[str, Stats] = weakref.WeakValueDictionary()
 
 
 class Stats(Mapping):
-    """Counters in shared memory: `stats["rows"]`, `stats.rows`, `dict(stats)`.
+    """Counters of the batches that were delivered: `stats["rows"]`, `stats.rows`, `dict(stats)`.
 
-    Each dataloader worker adds to a line of its own, so that no lock is needed; reading adds the lines up. Give
-    training and evaluation a collator each: two sets of workers must not share one.
+    A dataloader worker prepares batches ahead that nobody may ever take. So its batches bring their counts along, and
+    are counted when the process that made the collator takes them out of the queue (see `batch.Batch`).
     """
 
     def __init__(self):
-        self._lines = torch.zeros(MAX_WORKERS + 1, len(COUNTERS), dtype=torch.int64).share_memory_()
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self.key = uuid.uuid4().hex  # how a batch that comes from a worker finds its way back
+        _live[self.key] = self
 
     def add(self, counts: Mapping[str, int]) -> None:
-        worker = torch.utils.data.get_worker_info()
-        line = self._lines[0 if worker is None else 1 + worker.id % MAX_WORKERS]
         for name, count in counts.items():
-            line[COUNTERS.index(name)] += int(count)
+            self._counts[name] += int(count)
 
     def reset(self) -> None:
-        self._lines.zero_()
+        self._counts = dict.fromkeys(COUNTERS, 0)
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if self.key in _live:  # a copy in the same process counts for itself; one in a worker keeps the key
+            self.key = uuid.uuid4().hex
+        _live[self.key] = self
 
     def __getitem__(self, name: str) -> int:
-        if name not in COUNTERS:
-            raise KeyError(name)
-        return int(self._lines[:, COUNTERS.index(name)].sum())
+        return self._counts[name]
 
     def __getattr__(self, name: str) -> int:
         if name in COUNTERS:
-            return self[name]
+            return self._counts[name]
         raise AttributeError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -56,6 +60,12 @@ class Stats(Mapping):
 
     def __repr__(self) -> str:
         return f"Stats({ {name: count for name, count in self.items() if count} })"
+
+
+def deliver(key: str, counts: Mapping[str, int]) -> None:
+    """Count a batch for the `Stats` of this key, if it is still alive in this process."""
+    if (stats := _live.get(key)) is not None:
+        stats.add(counts)
 
 
 def add_counts(total: dict[str, int], counts: Mapping[str, int]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,9 +14,11 @@ import trl
 
 from .collator import Batch, MultimodalCollator
 from .errors import DataError
+from .files import write_whole
 from .losses import trl_scores_trained_only, use_chunked_loss
 from .stats import add_counts
 
+COLLECTED = "collected.json"  # in each checkpoint: what the collator did so far
 MAX_NAMED = 1000  # problems kept by name
 MAX_LENGTHS = 20_000  # row lengths kept for the report's histogram
 
@@ -26,7 +29,8 @@ class GemmaSFTTrainer(trl.SFTTrainer):
     Loss and evaluation loss are means over trained tokens, whatever the batch sizes and the accumulation; logits are
     made at trained positions only; a step with nothing trained has loss 0. Checkpoints appear whole or not at all.
 
-    `counts`, `problems` and `lengths` (tokens a row) add up over the batches that were trained on.
+    `counts`, `problems` and `lengths` (tokens a row) add up over the batches that were trained on, those before a
+    resumed checkpoint included.
 
     Args:
         rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`.
@@ -55,6 +59,7 @@ class GemmaSFTTrainer(trl.SFTTrainer):
             processing_class=processor,
             callbacks=[BadMediaStop(self), *(callbacks or [])],
         )
+        self.remove_callback(transformers.PrinterCallback)
         self.train_dataset = rows
         # Gemma 4 says accepts_loss_kwargs=False; with the losses used here accumulation is token-weighted.
         self.model_accepts_loss_kwargs = True
@@ -128,6 +133,8 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         self.args.output_dir, self.args.save_total_limit = str(unfinished), None
         try:
             transformers.Trainer._save_checkpoint(self, model, trial)
+            if self.args.should_save:
+                write_whole(unfinished / name / COLLECTED, json.dumps([self.counts, self.problems, self.lengths]))
         finally:
             self.args.output_dir, self.args.save_total_limit = str(final), limit
         self.accelerator.wait_for_everyone()
@@ -139,6 +146,12 @@ class GemmaSFTTrainer(trl.SFTTrainer):
                 shutil.rmtree(old, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        """Where the trainer takes up a checkpoint's state, take up what was collected before it, too."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (path := Path(checkpoint) / COLLECTED).is_file():
+            self.counts, self.problems, self.lengths = json.loads(path.read_text(encoding="utf-8"))
+
 
 class BadMediaStop(transformers.TrainerCallback):
     """Looks at the share of bad media at the end of each epoch, also where fewer than 100 were seen."""
@@ -147,7 +160,8 @@ class BadMediaStop(transformers.TrainerCallback):
         self.trainer = trainer
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        self.trainer.check_media()
+        if abs(state.epoch - round(state.epoch)) < 1e-6:  # not where --max-steps ends the run within an epoch
+            self.trainer.check_media()
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -158,8 +172,8 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 def sft_arguments(
     output: str | Path, precision, *, max_length: int, batch_size: int, grad_accum: int, lr: float, epochs: float,
-    max_steps: int, steps: int, seed: int, save_steps: int | None, eval_steps: int | None, evaluate: bool,
-    workers: int, report_to: list[str], checkpointing: bool, quiet: bool = False,
+    max_steps: int | None, steps: int, seed: int, save_steps: int | None, eval_steps: int | None, evaluate: bool,
+    workers: int, report_to: list[str], checkpointing: bool,
 ) -> trl.SFTConfig:  # fmt: skip
     """The arguments of a supervised run. TRL's own defaults differ by version (bf16 and checkpointing on, length 1024,
     also on a CPU), so whatever matters is set here.
@@ -179,7 +193,7 @@ def sft_arguments(
         per_device_eval_batch_size=batch_size,
         gradient_accumulation_steps=grad_accum,
         num_train_epochs=epochs,
-        max_steps=max_steps,
+        max_steps=max_steps or -1,
         learning_rate=lr,
         lr_scheduler_type="cosine",
         warmup_steps=max(1, round(0.03 * steps)),
@@ -207,7 +221,7 @@ def sft_arguments(
         seed=seed,
         data_seed=seed,
         report_to=report_to or "none",
-        disable_tqdm=quiet,
+        disable_tqdm=True,  # `callbacks.Progress` shows the progress
     )
 
 

@@ -1,0 +1,127 @@
+"""A run's rows: opened, split, and checked before a model is loaded."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import sources
+from .cli import note
+from .demo import SAMPLES
+from .errors import DataError, MediaError, RowError
+from .media import MediaAccess, find_media
+from .rows import read_row
+
+MAX_CHECKED = 200_000  # rows whose form is checked before the run; the rest is checked as it is read
+SHOWN = 5  # bad rows told by name
+
+
+@dataclass
+class Data:
+    """A run's rows. `first` names, for "image" and "audio", the first row that has one; `missing` lists (row, reason)
+    for those of the `media` whose file is not there."""
+
+    rows: sources.Rows | sources.Subset
+    eval_rows: sources.Rows | sources.Subset | None
+    names: list[str]
+    first: dict[str, str] = field(default_factory=dict)
+    media: int = 0
+    missing: list[tuple[str, str]] = field(default_factory=list)
+
+
+def load_data(config) -> Data:
+    """Open the rows and check their form.
+
+    Raises:
+        DataError: no such file, no rows, or rows that cannot be read; the first are named, with the total.
+    """
+    names = [str(SAMPLES / "train.jsonl")] if config.demo else list(config.dataset)
+    evaluation = [str(SAMPLES / "heldout.jsonl")] if config.demo else list(config.eval_dataset)
+    rows = sources.open_rows(names)
+    eval_rows = sources.open_rows(evaluation) if evaluation else None
+    if config.test_size:
+        rows, eval_rows = split(rows, config.test_size, config.seed)
+    data = Data(rows, eval_rows, names)
+    access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
+    for part in (rows, eval_rows):
+        if part is not None:
+            _check_form(part, data, access)
+    _check_files(config, data)
+    return data
+
+
+def split(rows, share: float, seed: int):
+    """Split rows at random into training and evaluation, in their order, at least one row each."""
+    held = max(1, round(share * len(rows)))
+    if held >= len(rows):
+        raise DataError(f"--test-size {share:g} leaves none of {len(rows)} rows to train on")
+    chosen = set(random.Random(seed).sample(range(len(rows)), held))
+    kept = [index for index in range(len(rows)) if index not in chosen]
+    return sources.Subset(rows, kept), sources.Subset(rows, sorted(chosen))
+
+
+def _check_form(rows, data: Data, access: MediaAccess) -> None:
+    """Read each row's form, and look whether the media files it names are there, without opening any."""
+    first_bad, others, total = "", [], 0
+    for index in range(min(len(rows), MAX_CHECKED)):
+        try:
+            row = read_row(rows[index], f"row {index}")
+        except RowError as problem:
+            total += 1
+            first_bad = first_bad or str(problem)
+            others += [problem.row] if 1 < total <= SHOWN else []
+            continue
+        for medium in row.media:
+            data.first.setdefault(medium.kind, row.name)
+            data.media += 1
+            try:
+                find_media(medium.value, row.folder, access)
+            except MediaError as problem:
+                data.missing.append((row.name, str(problem)))
+    if total:
+        more = f"\n{total} bad rows in all, also {', '.join(others)}" + (", ..." if total > SHOWN else "")
+        raise DataError(first_bad + (more if others else ""))
+
+
+def _check_files(config, data: Data) -> None:
+    if not data.missing:
+        return
+    row, reason = data.missing[0]
+    if config.on_bad_media == "error":
+        raise RowError(row, reason)
+    told = f"{len(data.missing)} of {data.media} media cannot be read. First: {row}: {reason}"
+    if len(data.missing) > config.max_bad_media * data.media:
+        raise DataError(f"{told}\n(over --max-bad-media {config.max_bad_media:g})")
+    note(told)
+
+
+def check_data(config, data: Data, collator) -> None:
+    """Check rows against the model, before any weight is loaded.
+
+    Raises:
+        RowError: an image or audio row for a model without that tower.
+        DataError: no row has a token to train on.
+    """
+    from .trainers import something_is_trained
+
+    for kind, name in data.first.items():
+        if kind not in collator.modalities:
+            takes = " and ".join(["text", *sorted(collator.modalities)])
+            raise RowError(name, f"{kind} in the row, but {config.model} ({collator.family.name}) takes {takes} only")
+    if not something_is_trained(data.rows, collator):
+        raise DataError(
+            f"nothing to train: none of {len(data.rows)} rows has an assistant token within --max-len {config.max_len} "
+            f"({_untrained_reason(collator.stats)})"
+        )
+    collator.stats.reset()
+
+
+def _untrained_reason(stats) -> str:
+    reasons = {
+        "cut_to_nothing": "are cut before their answer: raise --max-len",
+        "bad_media": "of their media cannot be read",
+        "bad_rows": "are refused by the chat template",
+    }
+    told = [f"{stats[name]} {reason}" for name, reason in reasons.items() if stats[name]]
+    return "; ".join(told) or "they have no assistant message, or all of it is marked as context"

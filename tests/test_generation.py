@@ -1,0 +1,39 @@
+"""The model answers behind the prompt it was trained behind, whatever stands in the row."""
+
+import pytest
+
+from conftest import ask, talk
+from gemma_trainer.collator import MultimodalCollator
+from gemma_trainer.generation import answer, media_accuracy
+
+
+@pytest.mark.parametrize("options", [{}, {"placeholders": "always"}, {"thinking": "on"}, {"loss_on": "last-turn"}])
+@pytest.mark.parametrize("file", ["red.png", "one.wav", "page.jpg", "absent.wav"])
+def test_answers_to_good_and_bad_media_rows(processor, model, media, file, options):
+    said = answer(model, MultimodalCollator(processor, **options), ask(media, file), max_new_tokens=3)
+    assert said["expected"] == "Yes." and isinstance(said["answer"], str)
+    assert said["prompt"] == f"user: [{'image' if file[-3:] != 'wav' else 'audio'}] What is it?"
+
+
+def test_the_prompt_is_the_generation_prompt(processor, model, media):
+    row = talk("hi", "hello", "again", "bye")
+    asked = {}
+
+    class Spy:
+        dtype, device = model.dtype, model.device
+
+        def generate(self, **inputs):
+            asked.update(inputs)
+            return model.generate(**inputs)
+
+    answer(Spy(), MultimodalCollator(processor), row, max_new_tokens=1)
+    prompt = processor.tokenizer.apply_chat_template(
+        row["messages"][:-1], chat_template=processor.chat_template, tokenize=False, add_generation_prompt=True
+    )
+    assert asked["input_ids"][0].tolist() == processor.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+
+def test_chance_is_the_most_common_answer_to_each_kind_of_medium(processor, model, media):
+    rows = [ask(media, "red.png", answer=a) for a in ("x", "x", "y")] + [ask(media, "one.wav", answer="z")]
+    found = media_accuracy(model, MultimodalCollator(processor), rows)
+    assert found["chance"] == 0.75 and found["accuracy"] == 0.0
