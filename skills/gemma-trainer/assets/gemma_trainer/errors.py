@@ -12,6 +12,11 @@ class TrainerError(Exception):
     exit_code = 1
     kind = "fault"
 
+    def __init__(self, message: str):
+        if message.startswith("Caught "):  # torch hands on a worker's error as the text of its traceback
+            message = message.strip().splitlines()[-1].split("Error: ", 1)[-1]
+        super().__init__(message)
+
 
 class UsageError(TrainerError):
     """A flag or a call is wrong."""
@@ -30,8 +35,8 @@ class DataError(TrainerError):
 class RowError(DataError):
     """One row is bad. The message starts with the row's name (`file:line`)."""
 
-    def __init__(self, row: str, reason: str):
-        super().__init__(f"{row}: {reason}")
+    def __init__(self, row: str, reason: str = ""):
+        super().__init__(f"{row}: {reason}" if reason else row)
         self.row, self.reason = row, reason
 
     def __reduce__(self):  # exceptions cross process borders when dataloader workers raise them

@@ -164,21 +164,29 @@ class Labeller:
         """How many trained spans stand behind another prompt than the one they would answer in use."""
         if rendered.restore is not None:
             return 0
-        if dropped and len(kept) > 1:  # reasoning left out of the history: compare with the prompts themselves
-            answered = range(len(row.messages))
-            if self.loss_on == "last-turn":
-                answered = [i for i in answered if "user" not in (m["role"] for m in row.messages[i:])]
-            said = [
-                i for i in answered if row.messages[i]["role"] == "assistant" and row.messages[i].get("train", True)
-            ]
-            prompts = (self.renderer.generation_prompt(row, i, rendered.thinking) for i in said[:-1])
-            return sum(not rendered.text.startswith(prompt) for prompt in prompts)
         inexact = self._joined_steps(row, len(spans)) if any("tool_calls" in message for message in row.messages) else 0
+        if dropped and kept:
+            inexact += self._forgetful_steps(row, rendered)
         for span in kept:
             fixed = span is kept[-1] and not span.after_result
             if self.tail(rendered.thinking, span.after_result) and not fixed:
                 inexact += not self._prompt_part(rendered, ids, span)
         return inexact
+
+    def _forgetful_steps(self, row: Row, rendered: Rendered) -> int:
+        """How many trained steps would have seen reasoning of their own turn that a later user message makes the
+        template leave out."""
+        roles = [message["role"] for message in row.messages]
+        last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
+        count, reasoned = 0, False
+        for position, message in enumerate(row.messages[:last_user]):
+            reasoned = roles[position] != "user" and reasoned
+            if roles[position] == "assistant":
+                if reasoned and message.get("train", True) and self.loss_on == "all-turns":
+                    prompt = self.renderer.generation_prompt(row, position, rendered.thinking)
+                    count += not rendered.text.startswith(prompt)
+                reasoned = reasoned or "reasoning" in message
+        return count
 
     @staticmethod
     def _joined_steps(row: Row, found: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
+from urllib.parse import unquote
 
 from .errors import MediaError
 
@@ -52,6 +52,8 @@ def open_image(value: Any, folder: Path | None = None, access: MediaAccess = Med
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's bomb warning, which is an error here
             image = _as_pil(value, folder, access)
+            if 0 in image.size:
+                raise MediaError("an image without pixels")
             if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
                 raise MediaError(f"image of {image.width} x {image.height} pixels is a decompression bomb")
             image.load()
@@ -121,8 +123,9 @@ def _to_eight_bits(samples):
         usual = [(0, 65535)]
     elif np.issubdtype(samples.dtype, np.floating):
         usual = [(0, 1), (-1, 1), *usual]
-    bottom, top = next(((a, b) for a, b in usual if a <= low and high <= b), (low, high))
-    return ((values - bottom) * (255.0 / (top - bottom))).round().astype(np.uint8)
+    slack = 0.25 if np.issubdtype(samples.dtype, np.floating) else 0  # resampling overshoots a little
+    bottom, top = next(((a, b) for a, b in usual if a - slack <= low and high <= b + slack), (low, high))
+    return ((values.clip(bottom, top) - bottom) * (255.0 / (top - bottom))).round().astype(np.uint8)
 
 
 def open_audio(
@@ -156,9 +159,9 @@ def open_audio(
         raise
     except Exception as problem:  # decoders raise whatever they like on corrupt data
         raise MediaError(f"audio cannot be read ({_told(problem)})") from None
-    if not np.isfinite(samples).all():
+    mono = samples.mean(axis=1) if samples.ndim == 2 and samples.size else samples.reshape(-1)
+    if not np.isfinite(mono).all():
         raise MediaError("audio holds NaN or infinity")
-    mono = samples.mean(axis=1) if samples.ndim == 2 else samples
     if source_rate != rate and len(mono):
         import librosa
 
@@ -181,6 +184,8 @@ def _decode_audio(value, max_seconds, folder, access):
         if not value.get("sampling_rate"):
             raise MediaError("an audio array without its sampling_rate")
         samples, rate = _audio_array(value["array"]), int(value["sampling_rate"])
+        if not 0 < rate < 10_000_000:
+            raise MediaError(f"a sampling rate of {rate} Hz")
         wanted = len(samples) if max_seconds is None else int(max_seconds * rate) + 1
         return samples[:wanted], rate, len(samples) / rate
     if hasattr(value, "__array__") or (isinstance(value, list | tuple) and value):
@@ -223,6 +228,10 @@ def _audio_array(value):
         samples = samples.T
     if samples.dtype == np.uint8:
         return (samples.astype(np.float32) - 128) / 128
+    if samples.dtype == np.uint16:
+        return (samples.astype(np.float32) - 2**15) / 2**15
+    if samples.dtype == np.int8:
+        return samples.astype(np.float32) / 128
     peak = float(np.abs(samples.astype(np.float64)).max(initial=0))
     if np.issubdtype(samples.dtype, np.integer):  # a list of integers is int64, whatever it was recorded in
         wide = samples.dtype == np.int32 or peak > 2**15
@@ -268,10 +277,10 @@ def _content(value, folder: Path | None, access: MediaAccess) -> bytes | Path:
     text = str(value)
     if text.startswith("data:"):
         return _data_uri(text)
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", text):
-        if not text.startswith("file://"):
-            return _remote(text, access)
-        text = unquote(urlparse(text).path)
+    if text[:7].lower() == "file://":
+        text = unquote(text[7:])
+    elif re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", text):
+        return _remote(text, access)
     return _local(Path(text), folder, access)
 
 
@@ -293,7 +302,7 @@ def _local(path: Path, folder: Path | None, access: MediaAccess) -> Path:
     if access.root is not None and not path.resolve().is_relative_to(access.root.resolve()):
         raise MediaError(f"{path} lies outside the media root")
     if not path.is_file():
-        raise MediaError(f"no such file: {path}")
+        raise MediaError(f"not a regular file: {path}" if path.exists() else f"no such file: {path}")
     if path.stat().st_size == 0:
         raise MediaError(f"empty file: {path}")
     return path

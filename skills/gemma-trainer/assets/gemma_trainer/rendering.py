@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .errors import RowError
 from .families import Family, tokenizer_of
-from .rows import Row
+from .rows import Row, strings_in
 
 PRIVATE_USE = range(0xE000, 0xF8FD)
 MARK = "\uf8fd\uf8fe"  # private use: marks the messages that are not trained, in a second rendering
@@ -64,7 +64,7 @@ class Renderer:
         if row.text is not None:
             return Rendered(row.name, row.text, restore={}, raw=True)
         messages, tools = [_for_template(m, marked) for m in row.messages], row.tools
-        hidden = self._hide((messages, tools))
+        hidden = self._hide(row.name, (messages, tools))
         (messages, tools), restore = hidden if hidden else ((messages, tools), None)
         reasons = any("reasoning" in message for message in messages)
         thinking = self.thinking == "on" or (self.thinking == "auto" and reasons)
@@ -91,18 +91,20 @@ class Renderer:
         except Exception as problem:  # Jinja, and the template's own raise_exception
             raise RowError(name, f"the chat template refuses the row ({type(problem).__name__}: {problem})") from None
 
-    def _hide(self, value):
+    def _hide(self, name: str, value):
         """Swap the letters control tokens begin with for private-use ones, if the row may spell a control token.
 
         The texts of neighbouring blocks are looked at joined, too: a template may put them side by side.
         Returns (value, restore), or None where there is nothing to hide.
         """
-        strings = [*_strings(value), *_joined_blocks(value[0])]
+        strings = [*strings_in(value), *_joined_blocks(value[0])]
         if not any(map(self.control.search, strings)):
             return None
         taken = set().union(*strings)
-        free = (chr(code) for code in PRIVATE_USE if chr(code) not in taken)
-        swap = dict(zip(self.first_letters, free, strict=False))
+        free = [chr(code) for code in PRIVATE_USE if chr(code) not in taken][: len(self.first_letters)]
+        if len(free) < len(self.first_letters):
+            raise RowError(name, "text that uses every private-use character beside control tokens")
+        swap = dict(zip(self.first_letters, free, strict=True))
         restore = {ord(stand_in): letter for letter, stand_in in swap.items()}
         return _translate(value, str.maketrans(swap)), restore
 
@@ -155,28 +157,15 @@ def _for_template(message: dict, marked: bool = False) -> dict:
 
 
 def _marked(message: dict) -> dict:
-    """The message with `MARK` before its texts and call names. Empty content beside calls stays empty."""
+    """The message with `MARK` before its texts and call names. Blank content beside calls stays as it is: templates
+    look whether there is any."""
     content, calls = message["content"], message.get("tool_calls", [])
-    if isinstance(content, str):
-        content = MARK + content if content or not calls else content
-    else:
-        content = [{"type": "text", "text": MARK}, *content]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not calls or any(block["type"] != "text" or block["text"].strip() for block in blocks):
+        content = MARK + content if isinstance(content, str) else [{"type": "text", "text": MARK}, *content]
     calls = [call | {"function": call["function"] | {"name": MARK + call["function"]["name"]}} for call in calls]
     marks = {key: MARK + message[key] for key in ("reasoning", "reasoning_content") if key in message}
     return marks | {"content": content} | ({"tool_calls": calls} if calls else {})
-
-
-def _strings(value):
-    """Every string in nested lists and mappings, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield str(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
 
 
 def _joined_blocks(messages: list[dict]):

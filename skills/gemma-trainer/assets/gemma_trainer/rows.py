@@ -86,9 +86,33 @@ def read_row(raw: Mapping, name: str = "row") -> Row:
             row.messages, row.media = _place_media(row.messages, _media_columns(fields))
         elif any(_media_columns(fields).values()):
             raise ValueError("a text row has no place for media: write the row as messages")
-    except (ValueError, TypeError, KeyError) as problem:
+        _check_unicode(row)
+    except ValueError as problem:
         raise RowError(name, str(problem)) from None
+    except (TypeError, KeyError, AttributeError, RecursionError) as problem:
+        raise RowError(name, f"not built as a row is ({type(problem).__name__})") from None
     return row
+
+
+def _check_unicode(row: Row) -> None:
+    for text in strings_in((row.messages, row.tools, row.text)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("text with half a surrogate pair, which is no character") from None
+
+
+def strings_in(value):
+    """Every string in nested lists and mappings, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from strings_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings_in(item)
 
 
 def _without_none(value):
@@ -128,7 +152,9 @@ def _conversation(fields: dict) -> tuple[list[dict], str | None]:
         return [_message({"role": role, "content": said}) for role, said in turns], text
     if "chosen" in fields or "rejected" in fields:
         raise ValueError("a preference row (chosen / rejected) cannot be used for supervised fine-tuning")
-    found = ", ".join(key[:40] for key in sorted(map(str, fields))[:12]) or "no keys"
+    words = [key for key in sorted(map(str, fields)) if re.fullmatch(r"[\w.-]{1,40}", key)]  # a table without a header
+    others = f" and {len(fields) - len(words)} that are no names" if len(words) < len(fields) else ""
+    found = (", ".join(words[:12]) or "no keys") + others
     raise ValueError(f"no known format; found: {found}; accepted: {ACCEPTED}")
 
 
@@ -170,8 +196,8 @@ def _message(raw) -> dict:
         raise ValueError(f"a message must be an object, found {type(raw).__name__}")
     spelled = str(raw.get("role", raw.get("from", "")))
     if spelled == "function_call":  # sharegpt: a call written as JSON text
-        call = json.loads(_string(raw.get("value", raw.get("content")), "function_call"))
-        return {"role": "assistant", "content": "", "tool_calls": _tool_calls([call])}
+        calls = _tool_calls(_string(raw.get("value", raw.get("content")), "function_call"))
+        return {"role": "assistant", "content": "", "tool_calls": calls, **_train_flag(raw)}
     if spelled not in ROLES:
         raise ValueError(f"unknown role{_word(spelled)}; known: {', '.join(ROLES)}")
     message = {"role": ROLES[spelled], "content": _content(raw.get("content", raw.get("value", "")))}
@@ -191,8 +217,15 @@ def _read_assistant(message: dict, raw: Mapping) -> None:
         reasoning = f"{reasoning}\n{thought}" if reasoning else thought
     if reasoning:
         message["reasoning"] = reasoning
-    if raw.get("train") is False or raw.get("weight") == 0:  # `weight` is how OpenAI's fine-tuning files say it
-        message["train"] = False
+    message |= _train_flag(raw)
+
+
+def _train_flag(raw: Mapping) -> dict:
+    """{"train": False} where a message is not to be trained; `weight` is how OpenAI's fine-tuning files say it."""
+    wanted = raw.get("train", raw.get("weight", True))
+    if wanted not in (True, False):  # 0 and 1 are equal to them
+        raise ValueError("train must be true or false")
+    return {} if wanted else {"train": False}
 
 
 def _split_thought(content) -> tuple[str, Any]:
@@ -208,10 +241,15 @@ def _split_thought(content) -> tuple[str, Any]:
 def _tool_calls(calls) -> list[dict]:
     """OpenAI or flat calls, with JSON-text arguments parsed: templates want a mapping."""
     if isinstance(calls, str):
-        calls = json.loads(calls)
+        try:
+            calls = json.loads(calls)
+        except json.JSONDecodeError:
+            raise ValueError("a tool call that is not JSON") from None
     result = []
     for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call)
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ValueError("a tool call must be an object with a function")
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):
             try:
@@ -240,7 +278,7 @@ def _content(content):
     if isinstance(content, str):
         return content
     if isinstance(content, Mapping):
-        is_block = content.get("type") in BLOCK_TYPES
+        is_block = content.get("type") in BLOCK_TYPES or str(content.get("type")).startswith("video")
         content = [content] if is_block else json.dumps(content, ensure_ascii=False)  # a tool's structured result
     if isinstance(content, list):
         return [_block(block) for block in content]

@@ -125,7 +125,7 @@ def _file_part(path: Path):
     if suffix == ".csv":
         return _Csv(path)
     if suffix == ".parquet":
-        return _Table(_load_dataset("parquet", data_files=str(path)), path.name, path.parent)
+        return _Table(_load_dataset("parquet", data_files=glob.escape(str(path))), path.name, path.parent)
     raise DataError(f"{path}: unknown kind of file; known: {', '.join(SUFFIXES)}")
 
 
@@ -178,10 +178,13 @@ class _Records:
     def _record(self, index: int) -> tuple[str, str]:
         """(name, text) of a record."""
         start, stop = self.offsets[index], self.offsets[index + 1]
-        with self.path.open("rb") as file:
-            file.seek(start)
-            data = file.read(stop - start)
         name = f"{self.path.name}:{self.lines[index]}"
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                data = file.read(stop - start)
+        except OSError as problem:
+            raise RowError(name, f"the data file cannot be read any more ({problem.strerror})") from None
         try:
             return name, data.decode("utf-8-sig").strip("\r\n")
         except UnicodeDecodeError:
@@ -195,6 +198,8 @@ class _JsonLines(_Records):
             return _named(json.loads(text), name, self.path.parent)
         except json.JSONDecodeError as problem:
             raise RowError(name, f"not valid JSON ({problem.msg} at column {problem.colno})") from None
+        except (ValueError, RecursionError):
+            raise RowError(name, "JSON with a number or a nesting beyond all bounds") from None
 
 
 class _Csv(_Records):
@@ -206,19 +211,30 @@ class _Csv(_Records):
         del self.offsets[:1], self.lines[:1]
 
     def _index(self) -> None:
+        csv.field_size_limit(2**31 - 1)
+        ends, first = array("Q", [0]), 0
+
+        def lines(file):
+            for line in file:
+                ends.append(ends[-1] + len(line))
+                yield line.decode("utf-8", "replace")
+
         with self.path.open("rb") as file:
-            offset, start, first, quotes = 0, 0, 1, 0
-            for number, line in enumerate(file, 1):
-                quotes += line.count(b'"')
-                offset += len(line)
-                if quotes % 2 == 0:  # every quote is closed: the record ends here
-                    if line.strip() or start < offset - len(line):
-                        self.offsets.append(start)
-                        self.lines.append(first)
-                    start, first = offset, number + 1
-            if quotes % 2:
-                raise RowError(f"{self.path.name}:{first}", "a quote that is never closed")
-            self.offsets.append(start)
+            reader = csv.reader(lines(file))
+            try:
+                for record in reader:
+                    if record:
+                        self.offsets.append(ends[first])
+                        self.lines.append(first + 1)
+                    first = reader.line_num
+            except csv.Error as problem:
+                raise RowError(f"{self.path.name}:{first + 1}", f"not valid CSV ({problem})") from None
+        self.offsets.append(ends[-1])
+        if self.lines and self._record(len(self) - 1)[1].count('"') % 2:
+            try:
+                list(csv.reader([self._record(len(self) - 1)[1]], strict=True))
+            except csv.Error:
+                raise RowError(f"{self.path.name}:{self.lines[-1]}", "a quote that is never closed") from None
 
     def __getitem__(self, index: int) -> dict:
         name, text = self._record(index)

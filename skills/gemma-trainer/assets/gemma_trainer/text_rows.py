@@ -17,6 +17,7 @@ def read_turns(text: str) -> list[tuple[str, str]]:
     Raises:
         ValueError: the text has model headers, but also parts that are in no turn, or tool or media tokens.
     """
+    text = text.replace("\r\n", "\n")
     style = next((style for style in TURN_STYLES if f"{style[0]}model\n" in text), None)
     if style is None:
         return []
@@ -30,6 +31,8 @@ def read_turns(text: str) -> list[tuple[str, str]]:
         if not found:
             raise ValueError("a text row with model headers has text outside its turns")
         role, content = found.groups()
+        if style[0] in content:
+            raise ValueError("a text row with a turn that is not closed before the next begins")
         if role == "system":  # the thinking switch is set again when the row is rendered
             content = content.removeprefix("<|think|>").lstrip("\n")
         if content or role != "system":
