@@ -29,6 +29,8 @@ def test_flags_become_a_frozen_config_with_the_documented_defaults():
 @pytest.mark.parametrize(("argv", "told"), [
     (["--max-len", "abc"], "--max-len: invalid int value: 'abc'"), (["--max-length", "5"], "unrecognized arguments"),
     (["--quantize", "8bit"], "'auto', '4bit', 'none'"), (["--max-len", "0"], "--max-len must be more than 0"),
+    (["--seed", "-1"], "--seed must lie between"), (["--lr", "inf"], "--lr must be more than 0"),
+    (["--max-steps", "0"], "--max-steps must be more than 0"),
     (["--test-size", "1.5"], "--test-size must lie between 0 and 1"), (["--lr", "-1"], "--lr must be more than 0"),
     (["--config", "absent.json"], "--config absent.json: No such file"), (["--dataset"], "expected at least one"),
 ])  # fmt: skip
@@ -48,6 +50,17 @@ def test_config_files_and_that_the_command_line_wins(tmp_path, name, text):
     config = parse("--config", str(tmp_path / name), "--lr", "0.5")
     assert (config.max_len, config.dataset, config.full, config.train_reasoning) == (77, ("a", "b"), True, False)
     assert parse("--config", str(tmp_path / name), "--max-len", "9").max_len == 9
+    again = parse("--config", str(tmp_path / name), "--dataset", "c", "--dataset", "d", "--train-reasoning")
+    assert again.dataset == ("c", "d") and again.train_reasoning is True
+
+
+def test_yamls_words_on_and_off_are_no_booleans_for_a_choice(tmp_path):
+    (tmp_path / "c.yaml").write_text("thinking: on\ngradient_checkpointing: off\n")
+    config = parse("--config", str(tmp_path / "c.yaml"))
+    assert (config.thinking, config.gradient_checkpointing) == ("on", "off")
+    (tmp_path / "c.json").write_text('{"lr": false}')
+    with pytest.raises(UsageError, match="--lr: invalid float value: 'off'"):
+        parse("--config", str(tmp_path / "c.json"))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +95,16 @@ def test_errors_become_exit_codes_and_short_messages(error, code, capsys):
     assert len(told.splitlines()) <= 2 and "secret" not in told
     found, shown = run(work, "--json", capsys=capsys)
     assert json.loads(shown.out)["exit_code"] == code
+
+
+def test_json_and_debug_may_stand_in_the_config_file(tmp_path, capsys):
+    (tmp_path / "c.json").write_text('{"json": true, "debug": true}')
+
+    def work(config):
+        raise DataError("rows.jsonl:3: bad")
+
+    code, shown = run(work, "--config", str(tmp_path / "c.json"), capsys=capsys)
+    assert json.loads(shown.out)["exit_code"] == code == 3 and "Traceback" in shown.err
 
 
 def test_the_result_alone_goes_to_stdout(capsys):

@@ -342,3 +342,18 @@ def test_a_copy_of_a_collator_counts_for_itself(processor):
     again = pickle.loads(pickle.dumps(collator))
     again([talk("hi", "hello")])
     assert (collator.stats.rows, again.stats.rows) == (0, 1)
+
+
+@pytest.mark.parametrize("option", [{"on_bad_media": "error"}, {"truncation": "error"}])
+def test_an_error_in_a_worker_is_told_as_it_is(processor, media, option):
+    row = ask(media, "page.jpg" if "on_bad_media" in option else "red.png") | {SOURCE: ("rows.jsonl:9", "")}
+    collator = MultimodalCollator(processor, 20, **option)
+    with pytest.raises(RowError) as caught:
+        list(DataLoader([row], 1, collate_fn=collator, num_workers=1))
+    assert str(caught.value).startswith("rows.jsonl:9: ") and "\n" not in str(caught.value)
+
+
+def test_a_batch_of_rows_that_were_all_left_out_counts_no_row(processor, model):
+    collator = MultimodalCollator(processor)
+    batch = collator([{"question": "x"}])
+    assert (collator.stats.rows, collator.stats.bad_rows) == (0, 1) and (batch["labels"] == -100).all()

@@ -333,3 +333,37 @@ def test_a_result_that_answers_no_call_is_a_bad_row(processor):
 def test_raw_text_may_bring_its_own_bos_and_eos(processor):
     plain = collate(processor, {"text": "raw words"})[1]
     assert collate(processor, {"text": "<bos>raw words<eos>"})[1]["input_ids"].tolist() == plain["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n", [], [{"type": "text", "text": ""}]])
+def test_train_false_on_a_call_with_blank_content(shipped, blank):
+    row = tool_row({"role": "assistant", "content": "Snow."})
+    row["messages"][1] |= {"content": blank, "train": False}
+    collator, batch = collate(shipped, row)
+    assert trained_runs(shipped.tokenizer, batch) == ["Snow.<turn|>"] and collator.stats.bad_rows == 0
+
+
+def test_dropped_reasoning_after_an_assistants_first_word(shipped):
+    messages = [{"role": "assistant", "content": "hi"}, *talk("q", "a", "q3", "b")["messages"]]
+    messages[2]["reasoning"] = "R"
+    collator, batch = collate(shipped, {"messages": messages})
+    assert trained_runs(shipped.tokenizer, batch) == ["hi<turn|>", "a<turn|>", "b<turn|>"] and not batch.problems
+
+
+def test_an_answer_whose_own_prompt_showed_reasoning_is_counted_as_inexact(processor):
+    row = tool_row({"role": "assistant", "content": "Snow."}, *talk("Thanks", "Welcome")["messages"], reasoning="Look.")
+    collator, _ = collate(processor, row)
+    assert (collator.stats.reasoning_dropped, collator.stats.inexact_turns) == (1, 1)
+    collator, _ = collate(processor, row, loss_on="last-turn")
+    assert collator.stats.inexact_turns == 0
+
+
+def test_a_long_talk_with_dropped_reasoning_costs_little(processor):
+    row = talk(*["word"] * 400)
+    for message in row["messages"][1::2]:
+        message["reasoning"] = "R"
+    import time
+
+    start = time.perf_counter()
+    collator, _ = collate(processor, row)
+    assert collator.stats.reasoning_dropped == 200 and time.perf_counter() - start < 5

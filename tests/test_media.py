@@ -83,6 +83,11 @@ def with_nan():
     (wav_bytes(with_nan()), "NaN"), ("https://example.org/a.wav", "--allow-remote-media"),
     ("data:audio/wav;base64,!!", "broken base64"), ({"array": tone(1, RATE)}, "sampling_rate"),
     (tone(1, RATE), "no rate"),
+    ({"array": np.full(16000, 3e38), "sampling_rate": 44100}, "scale them"),
+    ({"array": np.zeros((500, 0)), "sampling_rate": RATE}, "0 samples"),
+    ({"array": tone(1, RATE), "sampling_rate": 10**15}, "a sampling rate of"),
+    ({"array": tone(1, RATE), "sampling_rate": "fast"}, "cannot be read"), ("", "no media value"),
+    (".", "not a regular file"),
     ({"array": tone(1, RATE) * 30000, "sampling_rate": RATE}, "scale them to -1..1"),
     ({"path": None, "bytes": None}, "neither bytes nor path"), (5, "int is no media"),
     ({"array": np.zeros((2, 2, 2)), "sampling_rate": RATE}, "no audio"), (b"", "empty bytes"),
@@ -181,6 +186,17 @@ def test_bad_images(tmp_path, value, reason):
     (tmp_path / "page.jpg").write_text("<html>404</html>")
     with pytest.raises(MediaError, match=reason):
         open_image(value, tmp_path)
+
+
+def test_odd_file_urls_and_an_image_without_pixels(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "ü 木#?.png")
+    for value in (f"file://{tmp_path}/ü 木#?.png", f"FILE://{tmp_path}/%C3%BC 木%23?.png"):
+        assert open_image(value).size == (8, 8)
+    with pytest.raises(MediaError, match="without pixels"):
+        open_image(Image.new("RGB", (0, 5)))
+    bright = np.full((8, 8, 3), 0.8)
+    bright[0, 0, 0] = 1.001  # what resampling leaves
+    assert open_image(bright).getpixel((4, 4)) == (204, 204, 204)
 
 
 def test_a_decompression_bomb_is_bad_media_without_a_warning(monkeypatch):

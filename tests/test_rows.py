@@ -55,6 +55,16 @@ def test_alpaca_input_joins_the_instruction():
     ({"messages": PEAR, "loss_type": "sometimes"}, "loss_type must be"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{oops"}]}]}, "are not JSON"),
     ([1, 2], "a row must be an object"),
+    ({"messages": [{"role": "user", "content": "half \ud800"}]}, "half a surrogate pair"),
+    ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "a tool call must be an object"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": "x"}]}]}, "a tool call must be an object"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "a tool call must be an object"),
+    ({"messages": [{"from": "function_call", "value": "{oops"}]}, "a tool call that is not JSON"),
+    ({"messages": [{"role": "user", "content": {"type": "video", "video": "x"}}]}, "video blocks are not"),
+    ({"messages": [PEAR[0], PEAR[1] | {"train": "false"}]}, "train must be true or false"),
+    ({"text": "<|turn>user\nHi\n<|turn>model\nHello<turn|>"}, "not closed before the next"),
+    ({"messages": PEAR, "tools": 5}, "tools must be a list"),
+    ({"my secret diary": "x", "b": "y"}, "found: b and 1 that are no names"),
 ])  # fmt: skip
 def test_what_cannot_be_read_names_the_row_and_the_reason(raw, reason):
     if isinstance(raw, dict):
@@ -130,6 +140,19 @@ def test_tool_calls_are_normalised():
     )
     assert row.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Oslo"}}
     assert row.tools == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_sharegpt_calls_may_be_several_and_untrained():
+    value = '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": "{}"}]'
+    row = read_row(
+        {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": value, "train": 0}]}
+    )
+    assert len(row.messages[1]["tool_calls"]) == 2 and row.messages[1]["train"] is False
+
+
+def test_text_with_windows_line_ends_is_read_back():
+    text = "<bos><|turn>user\r\nName a fruit<turn|>\r\n<|turn>model\r\nPear<turn|>\r\n"
+    assert read_row({"text": text}).messages == PEAR
 
 
 def test_openai_weight_zero_is_not_trained():

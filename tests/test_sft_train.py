@@ -254,6 +254,7 @@ def test_a_model_that_cannot_be_reached(script, rows):
     (["--dataset", "x.jsonl"], 2, "needs --model"),
     (["--lora-targets", "qproj"], 2, "near names"), (["--precision", "fp16"], 2, "NaN"),
     (["--quantize", "4bit"], 4, "NVIDIA GPU"), (["--backend", "unsloth"], 4, "--backend hf"),
+    (["--report-to", "mlflow"], 4, "pip install mlflow"),
     (["--resume"], 2, "--resume needs --output"),
 ])  # fmt: skip
 def test_wrong_flags(script, tmp_path, flags, code, told):
@@ -337,3 +338,12 @@ def test_a_signal_saves_a_checkpoint_to_go_on_from(script, tmp_path, number, cod
     assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
     done = script("sft_train.py", "--output", out, "--resume", "--max-steps", stopped + 2, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["steps"] == stopped + 2, done.stderr[-2000:]
+
+
+def test_a_signal_before_training_is_told_too(tmp_path):
+    command = [sys.executable, str(ASSETS / "sft_train.py"), "--output", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stderr.readline()  # the first line: it is at work
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143 and "terminated before training began" in stderr and stdout == ""

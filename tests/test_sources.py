@@ -40,6 +40,19 @@ def test_csv_with_quoted_line_breaks(tmp_path):
     assert [row[SOURCE][0] for row in rows] == ["rows.csv:2", "rows.csv:4"]
 
 
+def test_csv_with_quotes_inside_unquoted_fields_and_long_fields(tmp_path):
+    file = write(tmp_path / "rows.csv", f'prompt,completion\na 5" pipe,one\nb 6" pipe,two\n"{"c" * 200_000}",three\n')
+    assert [row["completion"] for row in sources.open_rows([file])] == ["one", "two", "three"]
+
+
+def test_a_file_that_goes_away(tmp_path):
+    file = write(tmp_path / "rows.jsonl", '{"a": 1}\n')
+    rows = sources.open_rows([file])
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(RowError, match="rows.jsonl:1: the data file cannot be read any more"):
+        rows[0]
+
+
 @pytest.mark.parametrize("content", ['[{"a": 1}, {"a": 2}]', '{"data": [{"a": 1}, {"a": 2}]}', '{"a": 1}\n{"a": 2}\n'])
 def test_json_as_a_list_in_an_object_or_as_lines(tmp_path, content):
     assert [bare(row) for row in sources.open_rows([write(tmp_path / "rows.json", content)])] == [{"a": 1}, {"a": 2}]
@@ -50,8 +63,8 @@ def test_parquet_keeps_media_undecoded(tmp_path):
 
     table = datasets.Dataset.from_dict({"prompt": ["x"], "images": [[{"bytes": b"not decoded", "path": None}]]})
     table = table.cast_column("images", datasets.List(datasets.Image(decode=False)))
-    table.to_parquet(tmp_path / "rows.parquet")
-    row = sources.open_rows([str(tmp_path / "rows.parquet")])[0]
+    table.to_parquet(tmp_path / "b[1] x.parquet")
+    row = sources.open_rows([str(tmp_path / "b[1] x.parquet")])[0]
     assert row["images"][0]["bytes"] == b"not decoded"
 
 
@@ -65,6 +78,7 @@ def test_folders_globs_and_several_at_once(tmp_path):
 
 @pytest.mark.parametrize(("name", "content", "error", "told"), [
     ("rows.jsonl", '{"a": 1}\n{"a": \n', RowError, "rows.jsonl:2: not valid JSON"),
+    ("rows.jsonl", "9" * 5000 + "\n", RowError, "rows.jsonl:1: JSON with a number"),
     ("rows.jsonl", "[1, 2]\n", RowError, "rows.jsonl:1: a row must be an object, found list"),
     ("rows.jsonl", "", DataError, "the file has no rows"), ("rows.jsonl", "\n \n", DataError, "the file has no rows"),
     ("rows.json", "[]", DataError, "the file has no rows"), ("rows.json", '[{"a": 1},\n {]', RowError, "rows.json:2"),

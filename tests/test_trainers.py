@@ -137,6 +137,20 @@ def test_counters_are_of_the_batches_that_were_trained_on(make_trainer, media, w
     assert trainer.counts["tokens"] == sum(trainer.lengths)
 
 
+@pytest.mark.parametrize("targets", ["vision", "audio"])
+def test_batches_without_the_only_trained_tower(make_trainer, media, targets):
+    trainer = make_trainer([talk("hi", "hello"), ask(media, "red.png", "one.wav")], targets=targets, batch_size=1)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters() if p.requires_grad)
+
+
+def test_bad_media_of_the_evaluation_set_stop_the_run_too(make_trainer, media):
+    trainer = make_trainer([talk("hi", "hello")] * 2, [ask(media, "page.jpg")] * 3)
+    with pytest.raises(DataError, match="3 of 3 media cannot be read"):
+        trainer.evaluate()
+
+
 def test_too_many_bad_media_stop_the_run_at_the_end_of_an_epoch(make_trainer, media):
     rows = [ask(media, "red.png")] * 6 + [ask(media, "page.jpg")]
     with pytest.raises(DataError, match="1 of 7 media cannot be read, over --max-bad-media 0.05.*image cannot be read"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -87,6 +88,7 @@ class StopOnSignal(transformers.TrainerCallback):
 
     def __init__(self):
         self.exit_code: int | None = None
+        self._process = os.getpid()
         self._before: dict[int, object] = {}
 
     def __enter__(self):
@@ -102,7 +104,10 @@ class StopOnSignal(transformers.TrainerCallback):
         if self.exit_code is not None:
             raise KeyboardInterrupt
         self.exit_code = 128 + number
-        print("stopping: a checkpoint is saved after this step (again to stop at once)", file=sys.stderr, flush=True)
+        if os.getpid() == self._process:  # a worker inherits the handler, and has nothing to tell
+            print(
+                "stopping: a checkpoint is saved after this step (again to stop at once)", file=sys.stderr, flush=True
+            )
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.exit_code is not None:

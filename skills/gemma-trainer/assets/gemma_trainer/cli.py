@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
+import math
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import EnvironmentUnfit, OutOfMemory, TrainerError, UsageError
+from .errors import EnvironmentUnfit, Interrupted, OutOfMemory, TrainerError, UsageError
 from .files import is_disk_full
 
 EXIT_CODES = """exit codes:
@@ -140,7 +143,7 @@ def _add_flag(parser, field) -> None:
         options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
     else:
         if annotation.startswith("tuple"):
-            options["nargs"] = "+"
+            options |= {"nargs": "+", "action": "extend", "default": None}
         else:
             options["type"] = next((kind for kind in (int, float) if annotation.startswith(kind.__name__)), str)
             options["choices"] = field.metadata["choices"]
@@ -161,9 +164,11 @@ def parse(flags: type, description: str, examples: str, argv: list[str]):
     parser = build_parser(flags, description, examples)
     known = parser.parse_args(argv)
     if known.config:
-        known = parser.parse_args(_config_arguments(known.config, flags) + argv)
+        given = {word.split("=")[0] for word in argv if word.startswith("--")}
+        known = parser.parse_args(_config_arguments(known.config, flags, given) + argv)
     values = {field.name: getattr(known, field.name) for field in dataclasses.fields(flags)}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    several = {field.name for field in dataclasses.fields(flags) if str(field.type).startswith("tuple")}
+    values = {name: tuple(value or ()) if name in several else value for name, value in values.items()}
     _check_ranges(values)
     return flags(**values)
 
@@ -171,17 +176,18 @@ def parse(flags: type, description: str, examples: str, argv: list[str]):
 def _check_ranges(values: dict) -> None:
     positive = "max_len max_steps batch_size grad_accum lora_r lora_alpha epochs lr save_steps eval_steps"
     for name in positive.split():
-        if values.get(name) is not None and not values[name] > 0:
+        if values.get(name) is not None and not 0 < values[name] < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {values[name]}")
     for name in ("test_size", "lora_dropout", "max_bad_media"):
         if values.get(name) is not None and not 0 <= values[name] <= (1 if name == "max_bad_media" else 0.99):
             raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, got {values[name]}")
-    if values.get("num_workers", 0) < 0:
-        raise UsageError("--num-workers must be 0 or more")
+    for name, top in (("num_workers", 1024), ("seed", 2**32 - 1)):
+        if values.get(name) is not None and not 0 <= values[name] <= top:
+            raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and {top}, got {values[name]}")
 
 
-def _config_arguments(file: str, flags: type) -> list[str]:
-    """The entries of a config file as command-line arguments."""
+def _config_arguments(file: str, flags: type, given: set[str]) -> list[str]:
+    """The entries of a config file as command-line arguments, without the flags that are `given` there."""
     content = _read_config(Path(file))
     fields = {field.name: field for field in dataclasses.fields(flags)}
     arguments = []
@@ -189,12 +195,18 @@ def _config_arguments(file: str, flags: type) -> list[str]:
         name = key.replace("-", "_")
         if name not in fields:
             raise UsageError(f"{file}: unknown key {key!r}; keys are the flags without their dashes")
-        option = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
+        option, is_switch = "--" + name.replace("_", "-"), str(fields[name].type) == "bool"
+        if value is None or given & {option, f"--no-{option[2:]}"}:
+            continue
+        if isinstance(value, bool) and not is_switch:
+            value = "on" if value else "off"  # YAML reads the words on and off as booleans
+        if is_switch and not isinstance(value, bool):
+            raise UsageError(f"{file}: {key} must be true or false")
+        if is_switch:
             arguments += [option] if value else [f"--no-{option[2:]}"] if fields[name].default else []
         elif isinstance(value, list):
             arguments += [option, *map(str, value)]
-        elif value is not None:
+        else:
             arguments.append(f"{option}={value}")
     return arguments
 
@@ -241,16 +253,17 @@ def run_script(work, flags: type, description: str, examples: str, argv: list[st
     try:
         config = parse(flags, description, examples, argv)
         _quiet_environment()
+        signal.signal(signal.SIGTERM, _terminated)
         sys.stdout = sys.stderr
         result = work(config)
     except BaseException as problem:
         if isinstance(problem, SystemExit):
             raise
         error = _as_error(problem)
-        if "--debug" in argv:
+        if "--debug" in argv or (config and config.debug):
             traceback.print_exc()
         note(f"error: {error}")
-        if "--json" in argv:
+        if "--json" in argv or (config and config.json):
             facts = {"kind": error.kind, "message": str(error)} if isinstance(error, TrainerError) else {}
             print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": facts}), file=stdout)
         return error.exit_code
@@ -259,6 +272,10 @@ def run_script(work, flags: type, description: str, examples: str, argv: list[st
     summary = result.pop("summary", "")
     print(json.dumps(result, default=str) if config.json else summary)
     return result.get("exit_code", 0)
+
+
+def _terminated(number, frame):
+    raise Interrupted("terminated before training began: nothing was saved", 143)
 
 
 def _quiet_environment() -> None:
@@ -291,8 +308,10 @@ def _as_error(problem: BaseException) -> TrainerError:
         )
     if is_disk_full(problem):
         return EnvironmentUnfit("no room left on the disk: free some, then run again (with --resume to go on)")
-    if isinstance(problem, PermissionError):
+    if isinstance(problem, OSError) and problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return EnvironmentUnfit(f"{problem.filename} cannot be accessed: {problem.strerror}")
+    if "DataLoader worker" in str(problem) and "killed" in str(problem):
+        return OutOfMemory("a process of --num-workers was killed, probably for lack of memory: lower --num-workers")
     where = traceback.extract_tb(problem.__traceback__)
     place = f" in {Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""
     return TrainerError(f"unexpected {type(problem).__name__}{place}: run again with --debug for the traceback")

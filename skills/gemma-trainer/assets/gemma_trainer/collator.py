@@ -149,9 +149,11 @@ class MultimodalCollator:
         items = self._tokenize(items, counts, problems)
         for item in items:
             self._truncate(item, counts)
+        left_out = not items
         items = items or [self._empty_item()]
         batch = Batch(self._assemble(items, tensors, counts), counts, problems)
-        self._count(items, batch)
+        if not left_out:
+            self._count(items, batch)
         if torch.utils.data.get_worker_info() is None:
             self.stats.add(batch.counts)
         else:
@@ -354,7 +356,6 @@ class MultimodalCollator:
             "padding": batch["input_ids"].numel() - tokens,
             "untrained_rows": int((trained == 0).sum()),
         }
-        batch.counts = {name: count for name, count in batch.counts.items() if count}
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ def expected_answer(row: Row) -> str:
     return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)
 
 
-def answer(model, collator, raw: dict, max_new_tokens: int = 64, blind: bool = False) -> dict:
+def answer(model, collator, raw: dict, max_new_tokens: int = 64, blind: bool = False) -> dict | None:
     """Greedy answer to a row's last question.
 
     The prompt is the collated row up to its last model turn, which is what `apply_chat_template(...,
@@ -24,14 +24,19 @@ def answer(model, collator, raw: dict, max_new_tokens: int = 64, blind: bool = F
         blind: zero the media tensors, to see what the model says without them.
 
     Returns:
-        {"row": name, "prompt": the messages for a reader, "expected": str, "answer": str}
+        {"row": name, "prompt": the messages for a reader, "expected": str, "answer": str}, or None for a row that
+        cannot be asked: raw text, no answer at its end, cut, left out, or with a medium that cannot be read.
     """
     import torch
 
     row = read_row(raw)
+    if not row.messages or row.messages[-1]["role"] != "assistant" or row.messages[-1].get("tool_calls"):
+        return None
     collator = copy.copy(collator)
     collator.placeholders = "needed"  # a zero image's token would stand behind the prompt
     batch = collator([raw])
+    if any(batch.counts.get(name) for name in ("truncated", "bad_media", "bad_rows", "skipped_rows")):
+        return None
     start = collator.labeller.answer_start(batch["input_ids"][0].tolist())
     inputs = {
         key: value[:, :start] if value.shape[:2] == batch["labels"].shape else value for key, value in batch.items()
@@ -71,7 +76,7 @@ def media_accuracy(model, collator, rows) -> dict[str, float]:
         answers.setdefault(tuple(medium.kind for medium in row.media), []).append(expected_answer(row))
         for blind in right:
             said = answer(model, collator, raw, max_new_tokens=12, blind=blind)
-            right[blind] += said["answer"] == said["expected"]
+            right[blind] += said is not None and said["answer"] == said["expected"]
     guessed = sum(max(map(known.count, known)) for known in answers.values())
     total = len(rows)
     return {"accuracy": right[False] / total, "accuracy_blind": right[True] / total, "chance": guessed / total}

@@ -6,14 +6,15 @@ import contextlib
 import dataclasses
 import itertools
 import math
+from importlib.util import find_spec
 
 from . import sources
 from .cli import note
 from .data import Data
 from .errors import EnvironmentUnfit, Interrupted, TrainerError, UsageError
-from .rows import read_row
 from .runs import Run, checkpoint_bytes, versions
 
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), **{n: (n,) for n in ("wandb", "mlflow", "trackio")}}
 PLANNED = 256  # rows that a dry run sends through the collator
 
 
@@ -21,6 +22,9 @@ def with_defaults(config):
     """Fill in what depends on other flags, and say so where the built-in demo runs."""
     if not config.demo and config.model is None:
         raise UsageError("--dataset needs --model: a hub id such as google/gemma-4-E2B-it, a folder, or demo")
+    for tracker in set(config.report_to) & set(TRACKERS):
+        if not any(map(find_spec, TRACKERS[tracker])):
+            raise EnvironmentUnfit(f"--report-to {tracker} needs a package: pip install {TRACKERS[tracker][0]}")
     if config.backend == "unsloth":
         raise EnvironmentUnfit("--backend unsloth is not part of this version: use --backend hf")
     if config.demo and (config.eval_dataset or config.test_size):
@@ -56,6 +60,9 @@ def check_resumed(config, run: Run, data: Data) -> None:
         if name in before and before[name] != (now := getattr(config, name)):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"--resume: the run in {run.folder} was begun with {flag} {before[name]}, not {now}")
+    known = run.previous.get("data", {}).get("fingerprint")
+    if known and known != sources.fingerprint(data.names, len(data.rows)):
+        raise UsageError(f"--resume: the data are not those that the run in {run.folder} was begun with")
     if run.previous.get("status") == "done" and run.previous.get("steps", 0) >= steps:
         raise UsageError(
             f"--resume: the run in {run.folder} is finished ({steps} steps): raise --epochs or --max-steps to go on"
@@ -95,10 +102,8 @@ def load_model(config, run: Run, model_config, processor):
     transformers.set_seed(config.seed)
     precision = choose(config.precision)
     quantize, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
-    base = run.folder / "base-model"  # where a demo adapter finds the weights it belongs to
     if config.model == "demo":
         model = demo.make_model(processor.tokenizer)
-        model.name_or_path = model.config._name_or_path = str(base.absolute())
     else:
         # Full fine-tuning keeps float32 weights under autocast: bf16 ones would swallow small updates.
         dtype = precision.torch_dtype if not config.full else choose("fp32").torch_dtype
@@ -106,8 +111,11 @@ def load_model(config, run: Run, model_config, processor):
     if not config.full:
         model = models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)
     run.open(checkpoint_bytes(model))
-    if config.model == "demo" and not config.full and not base.exists():
-        demo.write_model(base)
+    if config.model == "demo" and not config.full:  # the adapter must find the weights it belongs to
+        base = run.folder / "base-model"
+        model.peft_config["default"].base_model_name_or_path = str(base.absolute())
+        if not base.exists():
+            demo.write_model(base)
     facts = {"name": config.model, "family": model_config.model_type, **models.describe_trained(model)}
     run.save_record(model=facts, precision=precision.reason, quantization=quantized, versions=versions())
     counts = f"{facts['trainable_parameters']:,} of {facts['total_parameters']:,} parameters"
@@ -209,7 +217,8 @@ def train(config, run: Run, trainer, data: Data) -> None:
     except BaseException as problem:
         with contextlib.suppress(OSError):  # the disk may be what failed
             error = str(problem) if isinstance(problem, TrainerError) else type(problem).__name__
-            run.finish("failed", error=error, **collected(run, trainer))
+            status = "interrupted" if isinstance(problem, KeyboardInterrupt) else "failed"
+            run.finish(status, error=error, **collected(run, trainer))
         raise
 
 
@@ -259,8 +268,10 @@ def report(config, run: Run, trainer, collator, data: Data) -> dict:
     facts = collected(run, trainer)
     model = trainer.model.eval()
     asked = data.eval_rows if data.eval_rows is not None else data.rows
+    asked_rows = (asked[index] for index in range(min(len(asked), 32)))
+    answers = filter(None, (generation.answer(model, collator, row) for row in asked_rows))
     try:
-        facts["samples"] = [generation.answer(model, collator, asked[i]) for i in _answerable(asked, 4)]
+        facts["samples"] = list(itertools.islice(answers, 4))
     except Exception as problem:  # the result is saved: a sample that cannot be made does not undo the run
         note(f"no sample answers in the report ({type(problem).__name__})")
     if config.demo:
@@ -269,16 +280,6 @@ def report(config, run: Run, trainer, collator, data: Data) -> dict:
     result = {"status": "done", "demo": config.demo, "run": str(run.folder)}
     result |= {key: run.record[key] for key in ("model", "steps", "metrics", "counters", "timing", "peak_memory_mb")}
     return result | {"summary": summary(config, run)}
-
-
-def _answerable(rows, count: int) -> list[int]:
-    """The first rows that end in an answer in words."""
-
-    def ends_in_words(row):
-        return bool(row.messages) and row.messages[-1]["role"] == "assistant" and not row.messages[-1].get("tool_calls")
-
-    found = (index for index in range(min(len(rows), 100)) if ends_in_words(read_row(rows[index])))
-    return list(itertools.islice(found, count))
 
 
 def summary(config, run: Run) -> str:

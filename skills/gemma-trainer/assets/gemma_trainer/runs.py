@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import platform
@@ -19,17 +20,13 @@ from .errors import EnvironmentUnfit, UsageError
 from .files import usual_mode, write_whole
 from .report import write_report
 
-OWN_FILES = (
-    "checkpoint-*",
-    "base-model",
-    "adapter_*",
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "*.jsonl",
-    "README.md",
-    "report.html",
-)
+# What a run writes, by name: --overwrite removes these and nothing else.
+OWN_FILES = """
+run.json metrics.jsonl report.html adapter_config.json adapter_model.safetensors config.json generation_config.json
+model.safetensors model-*-of-*.safetensors model.safetensors.index.json processor_config.json preprocessor_config.json
+tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja checkpoint-* base-model
+""".split()
+LEFTOVERS = (".unfinished", ".saving-*")  # what a killed run leaves
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth")
 
 
@@ -48,15 +45,16 @@ class Run:
     def __init__(self, script: str, output: str | None, overwrite: bool = False, resume: bool = False):
         self.script, self.started, self.clock = script, datetime.datetime.now(datetime.UTC), time.monotonic()
         self.folder = Path(output).expanduser() if output else self._default_folder()
-        self.overwrite, self.resume = overwrite, resume
+        self.named, self.overwrite, self.resume = output is not None, overwrite, resume
         self.record: dict = {}
         self._check_folder(output)
         self.previous: dict = json.loads((self.folder / "run.json").read_text(encoding="utf-8")) if resume else {}
+        self.record = dict(self.previous)
 
-    def _default_folder(self) -> Path:
-        base = Path("runs") / f"{self.script}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        taken = (base.with_name(f"{base.name}-{n}") for n in range(2, 1000))
-        return next(taken) if base.exists() else base
+    def _default_folder(self, number: int = 1) -> Path:
+        """`runs/<script>-<date-time>`, with a number behind it where that is taken."""
+        name = f"{self.script}-{datetime.datetime.now():%Y%m%d-%H%M%S}" + (f"-{number}" if number > 1 else "")
+        return self._default_folder(number + 1) if (folder := Path("runs") / name).exists() else folder
 
     def _check_folder(self, output) -> None:
         if self.resume and not output:
@@ -81,7 +79,16 @@ class Run:
             EnvironmentUnfit: the disk has less room than `needed_bytes`, or the folder cannot be written.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=self.named)
+                    break
+                except FileExistsError:
+                    if self.named:
+                        raise
+                    self.folder = self._default_folder()  # another run began in the same second
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError(errno.EACCES, "not writable")
         except OSError as problem:
             raise EnvironmentUnfit(f"--output {self.folder} cannot be made ({problem.strerror})") from None
         free = shutil.disk_usage(self.folder).free
@@ -93,7 +100,8 @@ class Run:
         if self.overwrite and not self.resume:
             for path in [path for pattern in OWN_FILES for path in self.folder.glob(pattern)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        shutil.rmtree(self.folder / ".unfinished", ignore_errors=True)  # what a killed run left
+        for path in [path for pattern in LEFTOVERS for path in self.folder.glob(pattern)]:
+            shutil.rmtree(path, ignore_errors=True)
         self.save_record(status="running", started=self.started.isoformat(timespec="seconds"), script=self.script)
 
     def save_record(self, **facts) -> None:
@@ -113,7 +121,7 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if not path.exists():
             return []
-        entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        entries = filter(None, map(_entry, path.read_text(encoding="utf-8").splitlines()))
         return [{k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in entry.items()} for entry in entries]
 
     def drop_metrics_after(self, step: int) -> None:
@@ -121,7 +129,7 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            write_whole(path, "".join(line for line in lines if json.loads(line).get("step", 0) <= step))
+            write_whole(path, "".join(line for line in lines if _entry(line).get("step", step + 1) <= step))
 
     @contextlib.contextmanager
     def staged(self):
@@ -137,6 +145,14 @@ class Run:
         import torch
 
         return round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else 0
+
+
+def _entry(line: str) -> dict:
+    """A line of metrics.jsonl; empty for one that a killed run did not finish."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return {}
 
 
 def versions() -> dict[str, str]:

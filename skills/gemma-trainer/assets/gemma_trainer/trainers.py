@@ -48,7 +48,7 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         self.lengths: list[int] = []
         self.max_bad_media = max_bad_media
         self._eval_collator = eval_collator or collator
-        self._eval_sums = [0.0, 0]
+        self._eval_sums, self._eval_counts, self._eval_problems = [0.0, 0], {}, []
         super().__init__(
             model=model,
             args=args,
@@ -73,12 +73,21 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         if num_items_in_batch is not None:  # none trained in this whole step: loss 0 rather than 0 / 0
             num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         if not self._own_loss:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            loss = self._with_gradient(loss)
+            return (loss, outputs) if return_outputs else loss
         inputs = inputs | {"use_cache": False}
         loss, outputs = transformers.Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
         accuracy = outputs.correct / outputs.scored.clamp(min=1)
         self._metrics["train" if self.model.training else "eval"]["mean_token_accuracy"].append(accuracy.item())
+        loss = self._with_gradient(loss)
         return (loss, outputs) if return_outputs else loss
+
+    def _with_gradient(self, loss):
+        """A batch may touch nothing that is trained: text, where only the vision tower has adapters."""
+        if loss.requires_grad or not self.model.training:
+            return loss
+        return loss + 0.0 * next(p for p in self.model.parameters() if p.requires_grad).sum().to(loss.dtype)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if isinstance(inputs, Batch):
@@ -88,14 +97,15 @@ class GemmaSFTTrainer(trl.SFTTrainer):
             self.check_media(after=100)
         return super().training_step(model, dict(inputs), num_items_in_batch)
 
-    def check_media(self, after: int = 1) -> None:
+    def check_media(self, after: int = 1, counts=None, problems=None) -> None:
         """Stop when too many media, or rows, of those seen so far could not be read."""
-        media = self.counts.get("images", 0) + self.counts.get("clips", 0)
-        rows = self.counts.get("rows", 0) + self.counts.get("bad_rows", 0)
+        counts, problems = self.counts if counts is None else counts, self.problems if problems is None else problems
+        media = counts.get("images", 0) + counts.get("clips", 0)
+        rows = counts.get("rows", 0) + counts.get("bad_rows", 0)
         for what, seen in (("media", media), ("rows", rows)):
-            bad = self.counts.get(f"bad_{what}", 0)
+            bad = counts.get(f"bad_{what}", 0)
             if seen >= after and bad > self.max_bad_media * seen:
-                named = "; ".join(f"{row}: {reason}" for row, reason in self.problems[:3])
+                named = "; ".join(f"{row}: {reason}" for row, reason in problems[:3])
                 limit = f"--max-bad-media {self.max_bad_media:g}"
                 raise DataError(f"{bad} of {seen} {what} cannot be read, over {limit}. First: {named}")
 
@@ -106,11 +116,15 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         result = super().prediction_step(model, dict(inputs), prediction_loss_only, ignore_keys)
         self._eval_sums[0] += float(result[0]) * tokens
         self._eval_sums[1] += tokens
+        if isinstance(inputs, Batch):
+            add_counts(self._eval_counts, inputs.counts)
+            self._eval_problems += inputs.problems[: MAX_NAMED - len(self._eval_problems)]
         return result
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
-        self._eval_sums = [0.0, 0]
+        self._eval_sums, self._eval_counts, self._eval_problems = [0.0, 0], {}, []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self.check_media(1, self._eval_counts, self._eval_problems)
         sums = torch.tensor(self._eval_sums, dtype=torch.float64, device=_sum_device(self.args.device))
         total, tokens = self.accelerator.reduce(sums, "sum").tolist()
         output.metrics[f"{metric_key_prefix}_loss"] = total / max(tokens, 1)

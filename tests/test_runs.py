@@ -1,0 +1,47 @@
+"""A run's folder: claimed by one run, cleared of a run's own files only, readable after a crash."""
+
+import json
+
+import pytest
+
+from gemma_trainer.errors import EnvironmentUnfit, UsageError
+from gemma_trainer.runs import Run
+
+
+def test_overwrite_removes_what_a_run_wrote_and_nothing_else(tmp_path):
+    mine = ["rows.jsonl", "mine.json", "weights.safetensors", "README.md", "letter.txt"]
+    for name in [*mine, "run.json", "metrics.jsonl", "adapter_model.safetensors", "model-00001-of-00002.safetensors"]:
+        (tmp_path / name).write_text("{}")
+    for name in ("checkpoint-5", ".saving-x", ".unfinished", "photos"):
+        (tmp_path / name).mkdir()
+    Run("sft_train", str(tmp_path), overwrite=True).open()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*mine, "photos", "run.json"])
+
+
+def test_two_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [Run("sft_train", None) for _ in range(3)]
+    for run in runs:
+        run.open()
+    assert len({run.folder for run in runs}) == 3 == len(list((tmp_path / "runs").iterdir()))
+
+
+def test_a_line_that_a_killed_run_did_not_finish_is_passed_over(tmp_path):
+    (tmp_path / "run.json").write_text('{"status": "running", "data": {"rows": 3}}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n{"step": 2, "loss": 0.5}\n{"step": 3, "lo')
+    run = Run("sft_train", str(tmp_path), resume=True)
+    assert [entry["step"] for entry in run.metrics()] == [1, 2] and run.metrics()[0]["loss"] != run.metrics()[0]["loss"]
+    run.drop_metrics_after(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": "nan"}\n'
+    run.open()
+    assert json.loads((tmp_path / "run.json").read_text())["data"] == {"rows": 3}  # what is known stays known
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="is a file"):
+        Run("sft_train", str(tmp_path / "file"))
+    with pytest.raises(EnvironmentUnfit, match="cannot be made"):
+        Run("sft_train", str(tmp_path / "file" / "run")).open()
+    with pytest.raises(UsageError, match="there is no run in"):
+        Run("sft_train", str(tmp_path / "absent"), resume=True)
