@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from conftest import ASSETS, SAMPLES, talk
+from conftest import ASSETS, ROOT, SAMPLES, talk
 from gemma_trainer import demo
 
 
@@ -219,7 +219,7 @@ def test_no_such_file_and_empty_file(script, rows, tmp_path):
     (talk("only a question"), [], "no assistant message"),
     (talk("a", "b", loss_type="context_only"), [], "marked as context"),
     (talk("one two three four " * 20, "b"), ["--max-len", "20"], "raise --max-len"),
-    (talk("x", "y", image="absent.png"), [], "media cannot be read"),
+    (talk("x", "y", image=str(ROOT / "LICENSE")), [], "media cannot be read"),
 ])  # fmt: skip
 def test_nothing_to_train_is_an_error_before_the_first_step(script, rows, tmp_path, row, flags, told):
     done = script("sft_train.py", "--model", "demo", "--dataset", rows(row, row), "--output", tmp_path / "run", *flags)
