@@ -12,7 +12,7 @@ import numpy as np
 from .errors import CannotLoad, RowError
 from .families import KINDS, Family
 from .rendering import MARK, Rendered, Renderer
-from .rows import Row
+from .rows import Row, is_blank
 
 IGNORE = -100
 
@@ -191,18 +191,12 @@ class Labeller:
     @staticmethod
     def _joined_steps(row: Row, found: int) -> int:
         """How many steps of the model a template has run into the one before, without a break between them."""
-        steps = 0
-        for position, message in enumerate(row.messages):
+        roles, steps = ["", *(message["role"] for message in row.messages), ""], 0
+        for before, message, after in zip(roles, row.messages, roles[2:], strict=False):
             if message["role"] == "assistant":
-                before, after = (
-                    row.messages[i]["role"] if 0 <= i < len(row.messages) else "" for i in (position - 1, position + 1)
-                )
-                calls, content = bool(message.get("tool_calls")), bool(message["content"])
-                steps += (
-                    calls
-                    + (content and (not calls or after == "tool"))
-                    + (not calls and not content and before != "tool")
-                )
+                calls, words = "tool_calls" in message, not is_blank(message["content"])
+                steps += calls  # ends at its results; words beside it follow those, or stand with it
+                steps += (not calls or after == "tool") if words else (not calls and before != "tool")
         return max(0, steps - found)
 
     def _reasoning_dropped(self, row: Row, rendered: Rendered, ids: list[int]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .errors import RowError
 from .families import Family, tokenizer_of
-from .rows import Row, strings_in
+from .rows import Row, is_blank, strings_in
 
 PRIVATE_USE = range(0xE000, 0xF8FD)
 MARK = "\uf8fd\uf8fe"  # private use: marks the messages that are not trained, in a second rendering
@@ -160,8 +160,7 @@ def _marked(message: dict) -> dict:
     """The message with `MARK` before its texts and call names. Blank content beside calls stays as it is: templates
     look whether there is any."""
     content, calls = message["content"], message.get("tool_calls", [])
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not calls or any(block["type"] != "text" or block["text"].strip() for block in blocks):
+    if not calls or not is_blank(content):
         content = MARK + content if isinstance(content, str) else [{"type": "text", "text": MARK}, *content]
     calls = [call | {"function": call["function"] | {"name": MARK + call["function"]["name"]}} for call in calls]
     marks = {key: MARK + message[key] for key in ("reasoning", "reasoning_content") if key in message}

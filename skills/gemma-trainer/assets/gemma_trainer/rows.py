@@ -363,6 +363,11 @@ def _join(first, second):
     return first + second
 
 
+def is_blank(content) -> bool:
+    """Whether a canonical content shows nothing: no medium, and no text but white space."""
+    return all(block["type"] == "text" and not block["text"].strip() for block in _blocks(content))
+
+
 def _blocks(content) -> list[dict]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
