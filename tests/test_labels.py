@@ -367,3 +367,18 @@ def test_a_long_talk_with_dropped_reasoning_costs_little(processor):
     start = time.perf_counter()
     collator, _ = collate(processor, row)
     assert collator.stats.reasoning_dropped == 200 and time.perf_counter() - start < 5
+
+
+def test_a_long_tool_talk_with_dropped_reasoning_costs_little(processor):
+    import time
+
+    steps = []
+    for number in range(150):
+        call = {"name": "f", "arguments": {"i": number}}
+        steps += [{"role": "assistant", "content": "", "reasoning": "r", "tool_calls": [call]}]
+        steps += [{"role": "tool", "content": "x"}]
+    row = {"messages": [{"role": "user", "content": "q"}, *steps, *talk("x", "end", "more", "ok")["messages"][1:]]}
+    start = time.perf_counter()
+    collator, _ = collate(processor, row, max_length=None)
+    assert (collator.stats.reasoning_dropped, collator.stats.inexact_turns) == (150, 150)
+    assert time.perf_counter() - start < 5

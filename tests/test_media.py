@@ -52,6 +52,9 @@ def test_a_long_clip_is_cut_to_what_the_model_hears_and_its_length_told(tmp_path
     {"array": tone(1, 8000).tolist(), "sampling_rate": 8000, "path": None},
     {"array": (tone(1, 8000) * 32767).astype(int).tolist(), "sampling_rate": 8000},
     {"array": (tone(1, 8000) * 2e9).astype(np.int32), "sampling_rate": 8000},
+    {"array": (tone(1, 8000) * 32767).astype(np.int32), "sampling_rate": 8000},
+    {"array": (tone(1, 8000) * 8e6).astype(int).tolist(), "sampling_rate": 8000},
+    {"array": ((tone(1, 8000) + 1) * 2**31).astype(np.uint32), "sampling_rate": 8000},
 ])  # fmt: skip
 def test_arrays(value):
     samples, _ = open_audio(value, RATE)
@@ -87,7 +90,9 @@ def with_nan():
     ({"array": np.zeros((500, 0)), "sampling_rate": RATE}, "0 samples"),
     ({"array": tone(1, RATE), "sampling_rate": 10**15}, "a sampling rate of"),
     ({"array": tone(1, RATE), "sampling_rate": "fast"}, "cannot be read"), ("", "no media value"),
-    (".", "not a regular file"),
+    (".", "not a regular file"), ("A" * 300, "base64 needs a data: URI"), ("a\0b", "no such file"),
+    ("s3://bucket/a.wav", "unsupported kind: s3"), ("HTTPS://example.org/a.wav", "--allow-remote-media"),
+    ({"array": tone(1, RATE).astype(complex), "sampling_rate": RATE}, "samples of type complex"),
     ({"array": tone(1, RATE) * 30000, "sampling_rate": RATE}, "scale them to -1..1"),
     ({"path": None, "bytes": None}, "neither bytes nor path"), (5, "int is no media"),
     ({"array": np.zeros((2, 2, 2)), "sampling_rate": RATE}, "no audio"), (b"", "empty bytes"),
@@ -190,8 +195,10 @@ def test_bad_images(tmp_path, value, reason):
 
 def test_odd_file_urls_and_an_image_without_pixels(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "ü 木#?.png")
-    for value in (f"file://{tmp_path}/ü 木#?.png", f"FILE://{tmp_path}/%C3%BC 木%23?.png"):
-        assert open_image(value).size == (8, 8)
+    Image.new("RGB", (8, 8)).save(tmp_path / "~x.png")
+    urls = ["file://{}/ü 木#?.png", "FILE://localhost{}/%C3%BC 木%23?.png", "file:{}/~x.png"]
+    for value in (*(url.format(tmp_path) for url in urls), "~x.png"):
+        assert open_image(value, tmp_path).size == (8, 8)
     with pytest.raises(MediaError, match="without pixels"):
         open_image(Image.new("RGB", (0, 5)))
     bright = np.full((8, 8, 3), 0.8)

@@ -43,5 +43,7 @@ def test_folders_that_cannot_be_used(tmp_path):
         Run("sft_train", str(tmp_path / "file"))
     with pytest.raises(EnvironmentUnfit, match="cannot be made"):
         Run("sft_train", str(tmp_path / "file" / "run")).open()
+    with pytest.raises(UsageError, match="cannot be used"):
+        Run("sft_train", str(tmp_path / ("x" * 300)))
     with pytest.raises(UsageError, match="there is no run in"):
         Run("sft_train", str(tmp_path / "absent"), resume=True)

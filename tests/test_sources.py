@@ -84,6 +84,7 @@ def test_folders_globs_and_several_at_once(tmp_path):
     ("rows.json", "[]", DataError, "the file has no rows"), ("rows.json", '[{"a": 1},\n {]', RowError, "rows.json:2"),
     ("rows.csv", "prompt,completion\n", DataError, "the file has no rows"),
     ("rows.csv", "prompt,completion\na,b,c\n", RowError, "rows.csv:2: 3 values under 2 column names"),
+    ("rows.csv", "prompt,completion,prompt\na,b,c\n", RowError, "rows.csv:1: a column name that stands twice: prompt"),
     ("rows.csv", 'prompt\n"open\n', RowError, "a quote that is never closed"),
     ("rows.txt", "hello", DataError, "unknown kind of file"),
     ("rows.parquet", "no parquet", DataError, "cannot be read"),
@@ -100,7 +101,9 @@ def test_bytes_that_are_no_text(tmp_path):
         list(sources.open_rows([str(tmp_path / "rows.jsonl")]))
 
 
-@pytest.mark.parametrize("source", ["absent.jsonl", "./absent", "/nowhere/rows.csv", "absent"])
+@pytest.mark.parametrize(
+    "source", ["absent.jsonl", "./absent", "/nowhere/rows.csv", "absent", "~x.jsonl", "x" * 300 + ".jsonl"]
+)
 def test_no_such_file(source):
     with pytest.raises(DataError, match="no such file"):
         sources.open_rows([source])

@@ -15,6 +15,11 @@ from tqdm import tqdm
 
 from .errors import Diverged
 
+UNTOLD = (
+    "num_tokens",
+    "eval_num_tokens",
+)  # TRL's counters, which begin anew when a run is resumed; `run.json` has ours
+
 
 class MetricsFile(transformers.TrainerCallback):
     """Appends each log entry as a line of `metrics.jsonl`, with its step and epoch."""
@@ -24,7 +29,8 @@ class MetricsFile(transformers.TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
-            entry = {"step": state.global_step, **{key: _number(value) for key, value in logs.items()}}
+            shown = {key: _number(value) for key, value in logs.items() if key not in UNTOLD}
+            entry = {"step": state.global_step, **shown}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
 

@@ -8,6 +8,11 @@ import re
 from pathlib import Path
 
 
+def user_path(text: str | Path) -> Path:
+    """A path as a user writes it: a leading `~/` is the home folder; a file may be named `~x`."""
+    return Path(text).expanduser() if str(text).startswith("~/") else Path(text)
+
+
 def write_whole(path: str | Path, text: str) -> None:
     """Write a file in one step: whoever reads it sees the old text or the new, never a part.
 

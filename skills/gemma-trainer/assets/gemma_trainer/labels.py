@@ -178,15 +178,17 @@ class Labeller:
         template leave out."""
         roles = [message["role"] for message in row.messages]
         last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
-        count, reasoned = 0, False
+        steps, reasoned = [], False
         for position, message in enumerate(row.messages[:last_user]):
             reasoned = roles[position] != "user" and reasoned
-            if roles[position] == "assistant":
-                if reasoned and message.get("train", True) and self.loss_on == "all-turns":
-                    prompt = self.renderer.generation_prompt(row, position, rendered.thinking)
-                    count += not rendered.text.startswith(prompt)
-                reasoned = reasoned or "reasoning" in message
-        return count
+            if reasoned and roles[position] == "assistant" and message.get("train", True):
+                steps.append(position)
+            reasoned = reasoned or "reasoning" in message
+        if not steps or self.loss_on == "last-turn":
+            return 0
+        # A template treats them all alike, so that one prompt tells for all (each costs a rendering of its prefix).
+        prompt = self.renderer.generation_prompt(row, steps[0], rendered.thinking)
+        return 0 if rendered.text.startswith(prompt) else len(steps)
 
     @staticmethod
     def _joined_steps(row: Row, found: int) -> int:

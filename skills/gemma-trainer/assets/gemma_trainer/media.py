@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from .errors import MediaError
+from .files import user_path
 
 MIN_SAMPLES = 161  # one frame of 20 ms at 16 kHz, which needs one sample more than its length
 MAX_REMOTE_BYTES = 100 * 2**20
@@ -228,14 +229,17 @@ def _audio_array(value):
         samples = samples.T
     if samples.dtype == np.uint8:
         return (samples.astype(np.float32) - 128) / 128
-    if samples.dtype == np.uint16:
-        return (samples.astype(np.float32) - 2**15) / 2**15
+    if samples.dtype in (np.uint16, np.uint32):
+        middle = 2.0 ** (8 * samples.dtype.itemsize - 1)
+        return ((samples.astype(np.float64) - middle) / middle).astype(np.float32)
     if samples.dtype == np.int8:
         return samples.astype(np.float32) / 128
+    if not (np.issubdtype(samples.dtype, np.integer) or np.issubdtype(samples.dtype, np.floating)):
+        raise MediaError(f"audio samples of type {samples.dtype}")
     peak = float(np.abs(samples.astype(np.float64)).max(initial=0))
     if np.issubdtype(samples.dtype, np.integer):  # a list of integers is int64, whatever it was recorded in
-        wide = samples.dtype == np.int32 or peak > 2**15
-        return samples.astype(np.float32) / (2.0**31 if wide else 2.0**15)
+        depth = next((bits for bits in (15, 23, 31) if peak <= 2**bits), 63)  # 16, 24 or 32 bits were recorded
+        return samples.astype(np.float32) / 2.0**depth
     if peak > 8:
         raise MediaError(f"float audio samples up to {peak:.0f}: scale them to -1..1")
     return samples.astype(np.float32)
@@ -253,10 +257,8 @@ def find_media(value: Any, folder: Path | None = None, access: MediaAccess = Med
     if isinstance(value, Mapping) and value.get("bytes") is None and value.get("array") is None:
         value = value.get("path") or value.get("url")
     if isinstance(value, str | Path) and not str(value).startswith("data:"):
-        if not re.match(r"https?://", str(value)):
+        if not (access.remote and re.match(r"https?://", str(value), re.IGNORECASE)):
             _content(value, folder, access)
-        elif not access.remote:
-            raise MediaError("a remote URL, which is fetched only with --allow-remote-media")
 
 
 def _content(value, folder: Path | None, access: MediaAccess) -> bytes | Path:
@@ -277,8 +279,8 @@ def _content(value, folder: Path | None, access: MediaAccess) -> bytes | Path:
     text = str(value)
     if text.startswith("data:"):
         return _data_uri(text)
-    if text[:7].lower() == "file://":
-        text = unquote(text[7:])
+    if local := re.fullmatch(r"file:(?://(?:localhost)?)?(/.*)", text, re.IGNORECASE | re.DOTALL):
+        text = unquote(local[1])
     elif re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", text):
         return _remote(text, access)
     return _local(Path(text), folder, access)
@@ -296,23 +298,27 @@ def _data_uri(text: str) -> bytes:
 
 
 def _local(path: Path, folder: Path | None, access: MediaAccess) -> Path:
-    path = path.expanduser()
-    if not path.is_absolute() and folder is not None:
-        path = folder / path
-    if access.root is not None and not path.resolve().is_relative_to(access.root.resolve()):
-        raise MediaError(f"{path} lies outside the media root")
-    if not path.is_file():
-        raise MediaError(f"not a regular file: {path}" if path.exists() else f"no such file: {path}")
-    if path.stat().st_size == 0:
-        raise MediaError(f"empty file: {path}")
+    try:
+        path = user_path(path)
+        if not path.is_absolute() and folder is not None:
+            path = folder / path
+        if access.root is not None and not path.resolve().is_relative_to(access.root.resolve()):
+            raise MediaError(f"{path} lies outside the media root")
+        if not path.is_file():
+            raise MediaError(f"not a regular file: {path}" if path.exists() else f"no such file: {path}")
+        if path.stat().st_size == 0:
+            raise MediaError(f"empty file: {path}")
+    except (OSError, RuntimeError, ValueError) as problem:  # too long, a NUL byte, a loop of links, ...
+        hint = " (base64 needs a data: URI)" if len(str(path)) > 255 else ""
+        raise MediaError(f"no file can be named so: {type(problem).__name__}{hint}") from None
     return path
 
 
 def _remote(url: str, access: MediaAccess) -> bytes:
+    if not url.lower().startswith(("http://", "https://")):
+        raise MediaError(f"a URL of an unsupported kind: {url.split('://')[0][:20]}")
     if not access.remote:
         raise MediaError("a remote URL, which is fetched only with --allow-remote-media")
-    if not url.startswith(("http://", "https://")):
-        raise MediaError(f"a URL of an unsupported kind: {url.split('://')[0]}")
     from urllib.request import Request, urlopen
 
     with urlopen(Request(url, headers={"User-Agent": "gemma-trainer"}), timeout=30) as answer:

@@ -241,20 +241,21 @@ def _checkpoint(config, run: Run) -> str | None:
 
 def collected(run: Run, trainer) -> dict:
     """What the trainer counted, for `run.json`; of a resumed run, from its first step on."""
+    from .callbacks import UNTOLD
+
     history = trainer.state.log_history
     last = {key: value for entry in history for key, value in entry.items() if key not in ("step", "epoch")}
-    metrics = {key: value for key, value in last.items() if isinstance(value, int | float)}
+    metrics = {key: value for key, value in last.items() if isinstance(value, int | float) and key not in UNTOLD}
     losses = [entry["loss"] for entry in run.metrics() if "loss" in entry]
     if losses:  # the trainer's own mean leaves out the steps before a resumed checkpoint
         metrics["train_loss"] = sum(losses) / len(losses)
-    seconds = last.get("train_runtime", 0.0) + run.previous.get("timing", {}).get("train_s", 0.0)
     return {
         "steps": trainer.state.global_step,
         "counters": dict(trainer.counts),
         "problems": [f"{row}: {reason}" for row, reason in trainer.problems],
         "lengths": trainer.lengths,
         "metrics": metrics,
-        "timing": {"train_s": round(seconds, 1)},
+        "timing": {"train_s": round(trainer.seconds(), 1)},
     }
 
 

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from .errors import EnvironmentUnfit, UsageError
-from .files import usual_mode, write_whole
+from .files import user_path, usual_mode, write_whole
 from .report import write_report
 
 # What a run writes, by name: --overwrite removes these and nothing else.
@@ -44,10 +44,13 @@ class Run:
 
     def __init__(self, script: str, output: str | None, overwrite: bool = False, resume: bool = False):
         self.script, self.started, self.clock = script, datetime.datetime.now(datetime.UTC), time.monotonic()
-        self.folder = Path(output).expanduser() if output else self._default_folder()
+        self.folder = user_path(output) if output else self._default_folder()
         self.named, self.overwrite, self.resume = output is not None, overwrite, resume
         self.record: dict = {}
-        self._check_folder(output)
+        try:
+            self._check_folder(output)
+        except OSError as problem:  # a name too long, say
+            raise UsageError(f"--output cannot be used ({problem.strerror})") from None
         self.previous: dict = json.loads((self.folder / "run.json").read_text(encoding="utf-8")) if resume else {}
         self.record = dict(self.previous)
 

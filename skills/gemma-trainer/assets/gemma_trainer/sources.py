@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import CannotLoad, DataError, RowError
+from .files import user_path
 from .rows import SOURCE
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -104,10 +105,14 @@ def _open_source(source: str) -> list:
 
 def _files(source: str) -> list[Path] | None:
     """The files a source names; None when it looks like a hub id. An absent file is an error at once."""
-    path = Path(source).expanduser()
-    if path.is_file():
+    path = user_path(source)
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError:  # a name too long, say
+        raise DataError(f"no such file: {source[:80]}...") from None
+    if is_file:
         return [path]
-    if path.is_dir():
+    if is_folder:
         return sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
     if glob.has_magic(source):
         return sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).suffix.lower() in SUFFIXES)
@@ -208,6 +213,8 @@ class _Csv(_Records):
     def __init__(self, path: Path):
         super().__init__(path)
         self.header = next(csv.reader([self._record(0)[1]])) if len(self) else []
+        if twice := sorted({name for name in self.header if self.header.count(name) > 1}):
+            raise RowError(f"{path.name}:1", f"a column name that stands twice: {twice[0][:40]}")
         del self.offsets[:1], self.lines[:1]
 
     def _index(self) -> None:

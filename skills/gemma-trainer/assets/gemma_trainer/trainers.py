@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import datasets
@@ -47,6 +48,7 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         self.problems: list[tuple[str, str]] = []
         self.lengths: list[int] = []
         self.max_bad_media = max_bad_media
+        self._before, self._began = 0.0, time.monotonic()
         self._eval_collator = eval_collator or collator
         self._eval_sums, self._eval_counts, self._eval_problems = [0.0, 0], {}, []
         super().__init__(
@@ -66,6 +68,14 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         self._own_loss = not trl_scores_trained_only(self.args.device.type)
         if self._own_loss:
             use_chunked_loss(_inner(self.model))
+
+    def train(self, *args, **kwargs):
+        self._began = time.monotonic()
+        return super().train(*args, **kwargs)
+
+    def seconds(self) -> float:
+        """How long training took up to now, with what was trained before a resumed checkpoint."""
+        return self._before + time.monotonic() - self._began
 
     # -- loss
 
@@ -148,7 +158,10 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         try:
             transformers.Trainer._save_checkpoint(self, model, trial)
             if self.args.should_save:
-                write_whole(unfinished / name / COLLECTED, json.dumps([self.counts, self.problems, self.lengths]))
+                write_whole(
+                    unfinished / name / COLLECTED,
+                    json.dumps([self.counts, self.problems, self.lengths, self.seconds()]),
+                )
         finally:
             self.args.output_dir, self.args.save_total_limit = str(final), limit
         self.accelerator.wait_for_everyone()
@@ -164,7 +177,7 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         """Where the trainer takes up a checkpoint's state, take up what was collected before it, too."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (path := Path(checkpoint) / COLLECTED).is_file():
-            self.counts, self.problems, self.lengths = json.loads(path.read_text(encoding="utf-8"))
+            self.counts, self.problems, self.lengths, self._before = json.loads(path.read_text(encoding="utf-8"))
 
 
 class BadMediaStop(transformers.TrainerCallback):
