@@ -6,7 +6,8 @@ import pytest
 
 from conftest import talk
 from gemma_trainer.errors import RowError
-from gemma_trainer.rows import SOURCE, Media, read_row
+from gemma_trainer.rows import SOURCE, read_row
+from gemma_trainer.slots import Media
 
 PEAR = [{"role": "user", "content": "Name a fruit"}, {"role": "assistant", "content": "Pear"}]
 

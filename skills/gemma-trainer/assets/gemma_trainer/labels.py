@@ -12,7 +12,8 @@ import numpy as np
 from .errors import CannotLoad, RowError
 from .families import KINDS, Family
 from .rendering import MARK, Rendered, Renderer
-from .rows import Row, is_blank
+from .rows import Row
+from .slots import is_blank
 
 IGNORE = -100
 

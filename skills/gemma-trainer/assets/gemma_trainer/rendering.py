@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from .errors import RowError
 from .families import Family, tokenizer_of
-from .rows import Row, is_blank, strings_in
+from .rows import Row, strings_in
+from .slots import is_blank
 
 PRIVATE_USE = range(0xE000, 0xF8FD)
 MARK = "\uf8fd\uf8fe"  # private use: marks the messages that are not trained, in a second rendering

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import RowError
+from .slots import Media, blocks_of, media_columns, place_media
 from .text_rows import read_turns
 
 SOURCE = "__source__"  # (row name, folder of the data file): added by sources.py, never by a user
@@ -29,19 +30,9 @@ ROLES = {
     "model": "assistant", "gpt": "assistant", "bot": "assistant", "tool": "tool", "observation": "tool",
     "function": "tool",
 }  # fmt: skip
-MEDIA_COLUMNS = {"image": ("image", "images"), "audio": ("audio", "audios")}
 BLOCK_TYPES = {"text": "text", "image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio",
                "audio_url": "audio", "input_image": "image", "input_text": "text", "output_text": "text"}  # fmt: skip
-TEXT_PLACEHOLDER = re.compile(r"<(image|audio)>")  # the llava way of marking a slot; no control token of any Gemma
 THOUGHT = re.compile(r"\s*<\|channel>thought\n?(.*?)\n?<channel\|>", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Media:
-    """One image or clip of a row, still as the user gave it: a path, bytes, an array, a PIL image, a URL."""
-
-    kind: str  # "image" or "audio"
-    value: Any
 
 
 @dataclass
@@ -83,8 +74,8 @@ def read_row(raw: Mapping, name: str = "row") -> Row:
         if row.text is None:
             row.messages = merge_consecutive(row.messages)
             _check_results(row.messages)
-            row.messages, row.media = _place_media(row.messages, _media_columns(fields))
-        elif any(_media_columns(fields).values()):
+            row.messages, row.media = place_media(row.messages, media_columns(fields))
+        elif any(media_columns(fields).values()):
             raise ValueError("a text row has no place for media: write the row as messages")
         _check_unicode(row)
     except ValueError as problem:
@@ -318,7 +309,7 @@ def _media_value(block: Mapping, kind: str):
     return None
 
 
-# ---- merging and media
+# ---- merging
 
 
 def merge_consecutive(messages: list[dict]) -> list[dict]:
@@ -356,99 +347,8 @@ def _join(first, second):
         return first or second
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n{second}"
-    first, second = _blocks(first), _blocks(second)
+    first, second = blocks_of(first), blocks_of(second)
     if first[-1]["type"] == second[0]["type"] == "text":
         joint = {"type": "text", "text": f"{first[-1]['text']}\n{second[0]['text']}"}
         return [*first[:-1], joint, *second[1:]]
     return first + second
-
-
-def is_blank(content) -> bool:
-    """Whether a canonical content shows nothing: no medium, and no text but white space."""
-    return all(block["type"] == "text" and not block["text"].strip() for block in _blocks(content))
-
-
-def _blocks(content) -> list[dict]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-def _media_columns(fields: Mapping) -> dict[str, list]:
-    columns: dict[str, list] = {"image": [], "audio": []}
-    for kind, keys in MEDIA_COLUMNS.items():
-        for key in keys:
-            value = fields.get(key)
-            if isinstance(value, list | tuple):
-                columns[kind] += [item for item in value if item is not None]
-            elif value is not None and not (isinstance(value, str) and not value):
-                columns[kind].append(value)
-    return columns
-
-
-def _place_media(messages: list[dict], columns: dict[str, list]) -> tuple[list[dict], list[Media]]:
-    """Fill empty media blocks from the columns, in order; take every block's value out into the media list."""
-    if any(columns.values()):
-        messages = _open_slots(messages, columns)
-    waiting = {kind: iter(values) for kind, values in columns.items()}
-    media, placed = [], []
-    for message in messages:
-        if isinstance(message["content"], list):
-            blocks = []
-            for block in message["content"]:
-                if block["type"] != "text":
-                    value = block.get("value")
-                    value = next(waiting[block["type"]], None) if value is None else value
-                    if value is None:
-                        raise ValueError(f"an {block['type']} block without its {block['type']}")
-                    media.append(Media(block["type"], value))
-                    block = {"type": block["type"]}
-                blocks.append(block)
-            message = message | {"content": blocks}
-        placed.append(message)
-    for kind, rest in waiting.items():
-        if left := len(list(rest)):
-            raise ValueError(f"{left} more {kind} in the columns than {kind} placeholders in the messages")
-    return placed, media
-
-
-def _open_slots(messages: list[dict], columns: dict[str, list]) -> list[dict]:
-    """Give the columns' media blocks to go to: empty ones, `<image>` in a text, or the front of the first user turn."""
-    need = {kind: len(values) for kind, values in columns.items()}
-    for message in messages:
-        for block in message["content"] if isinstance(message["content"], list) else []:
-            if block["type"] != "text" and block.get("value") is None:
-                need[block["type"]] = 0
-    marked = {
-        found for m in messages if m["role"] == "user" for t in _texts(m) for found in TEXT_PLACEHOLDER.findall(t)
-    }
-    split = {kind for kind in marked if need[kind]}
-    messages = [m | {"content": _split_slots(m["content"], split)} if m["role"] == "user" else m for m in messages]
-    front = [{"type": kind, "value": None} for kind in need for _ in range(need[kind]) if kind not in split]
-    if front:
-        first = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
-        if first is None:
-            raise ValueError("media columns, but no user message to put them in")
-        messages[first] = messages[first] | {"content": front + _blocks(messages[first]["content"])}
-    return messages
-
-
-def _texts(message: dict) -> list[str]:
-    return [block["text"] for block in _blocks(message["content"]) if block["type"] == "text"]
-
-
-def _split_slots(content, kinds: set[str]):
-    """Turn `<image>` / `<audio>` in text into blocks, for the kinds named."""
-    if not kinds:
-        return content
-    blocks = []
-    for block in _blocks(content):
-        if block["type"] != "text":
-            blocks.append(block)
-            continue
-        for position, piece in enumerate(TEXT_PLACEHOLDER.split(block["text"])):
-            if position % 2 and piece in kinds:
-                blocks.append({"type": piece, "value": None})
-            elif position % 2:
-                blocks.append({"type": "text", "text": f"<{piece}>"})
-            elif piece.strip():
-                blocks.append({"type": "text", "text": piece})
-    return blocks
