@@ -30,7 +30,7 @@ def is_blank(content) -> bool:
 
 
 def media_columns(fields: Mapping) -> dict[str, list]:
-    """The values of a row's `image`, `images`, `audio` and `audios` columns, by kind, in order; None values are absent."""
+    """The values of a row's `image(s)` and `audio(s)` columns, by kind, in order; None values are absent."""
     columns: dict[str, list] = {"image": [], "audio": []}
     for kind, keys in MEDIA_COLUMNS.items():
         for key in keys:
