@@ -28,9 +28,9 @@ EXIT_CODES = """exit codes:
 when memory runs out, lower in this order: --batch-size (raise --grad-accum instead), --max-len, --lora-r"""
 
 
-def flag(default=None, help: str = "", choices=None, **options):
+def flag(default=None, help: str = "", choices=None):
     """A dataclass field that is also a command-line flag; the type annotation tells how its value is read."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, **options})
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass(frozen=True)

@@ -169,17 +169,15 @@ class MultimodalCollator:
                 row = read_row(raw, f"row {position}")
                 items.append(_Item(row, [_Slot(medium.kind) for medium in row.media]))
         for item in items:
-            self.check_modalities(item.row)
+            for medium in item.row.media:
+                self.check_modality(medium.kind, item.row.name)
         return items
 
-    def check_modalities(self, row: Row) -> None:
-        """Raise RowError where a row brings media that the model has no tower for."""
-        for medium in row.media:
-            if medium.kind not in self.modalities:
-                takes = "text" + "".join(f" and {kind}" for kind in sorted(self.modalities))
-                raise RowError(
-                    row.name, f"{medium.kind} in the row, but this {self.family.name} model takes {takes} only"
-                )
+    def check_modality(self, kind: str, row: str) -> None:
+        """Raise RowError where a row brings a kind of medium that the model has no tower for."""
+        if kind not in self.modalities:
+            takes = " and ".join(["text", *sorted(self.modalities)])
+            raise RowError(row, f"{kind} in the row, but this {self.family.name} model takes {takes} only")
 
     def _open_media(self, items, counts, problems) -> list[_Item]:
         kept = []

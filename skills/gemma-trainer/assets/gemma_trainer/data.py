@@ -106,9 +106,7 @@ def check_data(config, data: Data, collator) -> None:
     from .trainers import something_is_trained
 
     for kind, name in data.first.items():
-        if kind not in collator.modalities:
-            takes = " and ".join(["text", *sorted(collator.modalities)])
-            raise RowError(name, f"{kind} in the row, but {config.model} ({collator.family.name}) takes {takes} only")
+        collator.check_modality(kind, name)
     if not something_is_trained(data.rows, collator):
         raise DataError(
             f"nothing to train: none of {len(data.rows)} rows has an assistant token within --max-len {config.max_len} "

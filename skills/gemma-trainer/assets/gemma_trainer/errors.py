@@ -73,13 +73,6 @@ class Diverged(TrainerError):
     kind = "diverged"
 
 
-class CheckFailed(TrainerError):
-    """A check that was asked for did not pass."""
-
-    exit_code = 8
-    kind = "check"
-
-
 class Interrupted(TrainerError):
     """Stopped by a signal; `exit_code` is 130 (Ctrl-C) or 143 (terminated)."""
 

@@ -16,7 +16,6 @@ class Family:
     turn_start: str
     turn_end: str
     model_header: str  # opens a model turn; the first trained token follows it
-    tool_call_end: str | None
     tool_response: str | None  # opens a tool result inside the model turn
     tool_response_end: str | None
     channel: str | None  # opens reasoning
@@ -43,7 +42,6 @@ GEMMA4 = Family(
     turn_start="<|turn>",
     turn_end="<turn|>",
     model_header="<|turn>model\n",
-    tool_call_end="<tool_call|>",
     tool_response="<|tool_response>",
     tool_response_end="<tool_response|>",
     channel="<|channel>",

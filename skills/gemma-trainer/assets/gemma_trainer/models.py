@@ -60,7 +60,6 @@ def load_model(name: str, config, dtype, quantize: bool = False):
         CannotLoad: the weights cannot be found or read.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     options = {"dtype": dtype}
     if quantize:
@@ -68,9 +67,8 @@ def load_model(name: str, config, dtype, quantize: bool = False):
         options["device_map"] = {"": torch.cuda.current_device()}
     if torch.cuda.device_count() > 1 and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         options["device_map"] = "auto"  # one process, several GPUs: the model is spread over them
-    auto = AutoModelForCausalLM if config.model_type.endswith("_text") else AutoModelForImageTextToText
     try:
-        return auto.from_pretrained(name, config=config, **options)
+        return _auto_class(config).from_pretrained(name, config=config, **options)
     except (OSError, ValueError, KeyError) as problem:
         raise CannotLoad(_advice(name, problem)) from None
 
@@ -162,11 +160,15 @@ def _near_names(linear: list[str], targets: str) -> str:
 def skeleton(config):
     """The model without weights, on the meta device: what its modules are called and how large they are."""
     import torch
+
+    with torch.device("meta"):
+        return _auto_class(config).from_config(config)
+
+
+def _auto_class(config):
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    auto = AutoModelForCausalLM if config.model_type.endswith("_text") else AutoModelForImageTextToText
-    with torch.device("meta"):
-        return auto.from_config(config)
+    return AutoModelForCausalLM if config.model_type.endswith("_text") else AutoModelForImageTextToText
 
 
 def add_lora(model, targets: str, r: int, alpha: int, dropout: float):
