@@ -8,6 +8,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait by spinning are slow where others work, too
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "skills" / "gemma-trainer" / "assets"

@@ -4,16 +4,19 @@ import base64
 import io
 import subprocess
 import sys
+import types
 import warnings
 
 import numpy as np
 import pytest
 import soundfile
-from PIL import Image
+import torch
+from PIL import Image, ImageFile
 
 from conftest import ASSETS
 from gemma_trainer.errors import MediaError
 from gemma_trainer.media import MediaAccess, open_audio, open_image
+from gemma_trainer.media_headers import audio_seconds, image_size
 
 RATE = 16000
 
@@ -214,6 +217,142 @@ def test_a_decompression_bomb_is_bad_media_without_a_warning(monkeypatch):
         open_image(content)
 
 
+# ---- what the headers tell
+
+
+@pytest.fixture
+def nothing_is_decoded(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", refuse)
+    monkeypatch.setattr(soundfile.SoundFile, "read", refuse)
+
+
+def oriented(kind, orientation):
+    image = Image.new("RGB", (40, 20), "red")
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    return saved(image, kind, exif=exif)
+
+
+def picture_values(folder):
+    content = saved(Image.new("RGB", (30, 20), "red"))
+    (folder / "a b.png").write_bytes(content)
+    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "green")]
+    grey = Image.fromarray(rgba()[..., 0])
+    return [
+        "a b.png", folder / "a b.png", f"file://{folder}/a%20b.png", {"path": "a b.png"}, {"bytes": content},
+        content, memoryview(content), "data:image/png;base64," + base64.b64encode(content).decode(),
+        Image.new("RGB", (16, 16000)), Image.open(folder / "a b.png"), saved(Image.new("RGB", (1, 1))),
+        saved(frames[0], "GIF", save_all=True, append_images=frames[1:]), saved(Image.fromarray(rgba(), "RGBA")),
+        saved(grey.convert("1")), saved(grey.convert("CMYK"), "JPEG"), saved(grey, "WEBP"), saved(grey, "BMP"),
+        saved(Image.fromarray(np.zeros((5, 9), np.uint16))), saved(Image.new("RGB", (9, 5)), "TIFF"),
+        *(oriented(kind, turn) for kind in ("JPEG", "PNG", "WEBP", "TIFF") for turn in (1, 3, 6, 8)),
+        np.zeros((20, 30)), np.zeros((3, 20, 30), np.uint8), np.zeros((20, 30, 4), bool), torch.zeros(20, 30, 1),
+    ]  # fmt: skip
+
+
+def test_the_header_tells_the_size_of_the_opened_image(tmp_path):
+    for number, value in enumerate(picture_values(tmp_path)):
+        assert image_size(value, tmp_path) == open_image(value, tmp_path).size, number
+
+
+def test_the_size_is_told_without_decoding_and_the_file_closed(tmp_path, nothing_is_decoded, monkeypatch):
+    opened = []
+    plain_open = open
+    monkeypatch.setattr(
+        "builtins.open", lambda *args, **kwargs: opened.append(plain_open(*args, **kwargs)) or opened[-1]
+    )
+    for value in picture_values(tmp_path):
+        opened.clear()
+        image_size(value, tmp_path)
+        assert all(file.closed for file in opened)
+    for kind in ("PNG", "JPEG"):
+        noise = np.random.default_rng(0).integers(0, 255, (300, 200, 3), dtype=np.uint8)
+        assert image_size(saved(Image.fromarray(noise), kind)[:1000]) == (200, 300)
+
+
+def clip_values(folder):
+    values = []
+    for name, rate, channels, options in (
+        ("a.wav", 16000, 1, {}), ("b.flac", 44100, 2, {}), ("c.ogg", 32000, 1, {}), ("d.mp3", 32000, 1, {}),
+        ("e.wav", 8000, 1, {"subtype": "PCM_U8"}), ("f.wav", 48000, 6, {"subtype": "PCM_24"}),
+        ("g.ogg", 48000, 1, {"subtype": "OPUS"}), ("h.aiff", 22050, 1, {}), ("i.caf", 16000, 2, {}),
+    ):  # fmt: skip
+        soundfile.write(folder / name, tone(1.3, rate, channels), rate, **options)
+        values += [name, (folder / name).read_bytes()]
+    content = wav_bytes(tone(33, RATE)[:-1])
+    uri = "data:audio/wav;base64," + base64.b64encode(content).decode()
+    return [
+        *values, content, {"bytes": content, "path": None}, uri, folder / "a.wav", f"file://{folder}/a.wav",
+        content[:300_000], {"array": tone(1, 8000), "sampling_rate": 8000},
+        {"array": tone(1, 8000, 2), "sampling_rate": 8000},
+        {"array": tone(1, 8000, 2).T.tolist(), "sampling_rate": 7999}, Decoder(tone(2, 8000, 2).T, 8000),
+    ]  # fmt: skip
+
+
+class Decoder:
+    """What `datasets.Audio` gives with decode=True, as far as it is used."""
+
+    def __init__(self, data, rate, metadata=None):
+        self.data, self.sample_rate, self.metadata = data, rate, metadata
+
+    def get_all_samples(self):
+        return self
+
+
+def test_the_header_tells_the_length_of_the_opened_clip(tmp_path):
+    for number, value in enumerate(clip_values(tmp_path)):
+        assert audio_seconds(value, tmp_path) == open_audio(value, RATE, None, tmp_path)[1], number
+
+
+def test_the_length_is_told_without_decoding_and_the_file_closed(tmp_path, nothing_is_decoded, monkeypatch):
+    opened = []
+    plain_open = soundfile.SoundFile
+    monkeypatch.setattr(soundfile, "SoundFile", lambda *args: opened.append(plain_open(*args)) or opened[-1])
+    for value in clip_values(tmp_path):
+        audio_seconds(value, tmp_path)
+    assert len(opened) > 20 and all(file.closed for file in opened)
+    lazy = Decoder(None, 8000, types.SimpleNamespace(duration_seconds=2.5))
+    assert audio_seconds(lazy) == 2.5
+    soundfile.write(tmp_path / "long.flac", np.random.default_rng(0).normal(0, 0.1, RATE * 20), RATE)
+    assert audio_seconds((tmp_path / "long.flac").read_bytes()[:500]) == 20
+
+
+def test_what_soundfile_does_not_know_is_left_to_librosa(tmp_path, monkeypatch):
+    import librosa
+
+    (tmp_path / "a.m4a").write_bytes(b"not known here")
+    with pytest.raises(MediaError, match="audio cannot be read"):
+        audio_seconds("a.m4a", tmp_path)
+    monkeypatch.setattr(librosa, "get_duration", lambda path: 4.5)
+    assert audio_seconds("a.m4a", tmp_path) == 4.5
+
+
+@pytest.mark.parametrize("value", [
+    "absent.png", "zero.png", "page.jpg", np.zeros((5, 5, 7)), np.zeros((0, 4, 3)), {"bytes": None, "path": None}, 5,
+    Image.new("RGB", (0, 5)), b"", "data:image/png;base64,!!", "https://example.org/a.png", "s3://bucket/a.png",
+])  # fmt: skip
+@pytest.mark.parametrize("told", [image_size, audio_seconds])
+def test_what_the_header_does_not_tell_is_bad_media(tmp_path, told, value, monkeypatch):
+    (tmp_path / "zero.png").touch()
+    (tmp_path / "page.jpg").write_text("<html>404</html>")
+    monkeypatch.setattr("urllib.request.urlopen", lambda *args, **kwargs: pytest.fail("fetched"))
+    with pytest.raises(MediaError):
+        told(value, tmp_path, MediaAccess(remote=True))
+
+
+@pytest.mark.parametrize("value", [
+    wav_bytes(np.zeros(0)), tone(1, RATE), {"array": tone(1, RATE)}, {"array": tone(1, RATE), "sampling_rate": 10**15},
+    {"array": np.zeros((2, 2, 2)), "sampling_rate": RATE}, {"array": np.zeros((500, 0)), "sampling_rate": RATE},
+    {"array": [[1.0], [1.0, 2.0]], "sampling_rate": RATE},
+])  # fmt: skip
+def test_clips_without_a_length(value):
+    with pytest.raises(MediaError):
+        audio_seconds(value)
+
+
 def test_the_media_root_is_a_fence(tmp_path):
     inside, outside = tmp_path / "in", tmp_path / "out"
     for folder in (inside, outside):
@@ -223,12 +362,14 @@ def test_the_media_root_is_a_fence(tmp_path):
     access = MediaAccess(root=inside)
     assert open_image("a.png", inside, access).size == (8, 8)
     for value in (str(outside / "a.png"), "../out/a.png", "link.png", f"file://{outside}/a.png"):
-        with pytest.raises(MediaError, match="outside the media root"):
-            open_image(value, inside, access)
+        for opens in (open_image, image_size, audio_seconds):
+            with pytest.raises(MediaError, match="outside the media root"):
+                opens(value, inside, access)
 
 
 def test_nothing_is_imported_until_a_medium_is_opened():
-    code = f"import sys; sys.path.insert(0, {str(ASSETS)!r}); import gemma_trainer.media; print(sorted(sys.modules))"
+    code = f"""
+import sys; sys.path.insert(0, {str(ASSETS)!r}); import gemma_trainer.media_headers; print(sorted(sys.modules))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "gemma_trainer.media" in done.stdout
     assert not any(f"'{name}'" in done.stdout for name in ("PIL", "librosa", "soundfile", "numpy", "torch"))

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import time
 import types
 
 import pytest
@@ -135,6 +136,71 @@ def test_counters_are_of_the_batches_that_were_trained_on(make_trainer, media, w
     trainer.train()
     assert trainer.counts["rows"] == 6 and len(trainer.lengths) == 6
     assert trainer.counts["tokens"] == sum(trainer.lengths)
+
+
+# ---- batches
+
+
+def test_rows_of_near_equal_lengths_are_trained_together_and_evaluation_keeps_its_order(make_trainer):
+    rows = [talk("hi", "hello"), talk("hi", LENGTHS[1])] * 8
+    trainer = make_trainer(rows, rows, max_steps=8)
+    trainer.train()
+    assert trainer.counts["padding"] == 0 and len(set(trainer.lengths)) == 2
+    lengths = [int(row.sum()) for batch in trainer.get_eval_dataloader() for row in batch["attention_mask"]]
+    assert lengths == [lengths[0], lengths[1]] * 8 and lengths[0] < lengths[1]
+
+
+def watched(trainer):
+    """Let a trainer only look at its batches; returns the list they come in."""
+    seen = []
+    trainer.args.save_total_limit = None
+    trainer.training_step = lambda model, inputs, items: seen.append(inputs["input_ids"].tolist()) or torch.zeros(())
+    return seen
+
+
+def test_a_resumed_run_sees_the_very_rows_that_an_unbroken_one_sees(make_trainer, tmp_path):
+    rows = [talk("hi", "word " * number) for number in range(1, 24)]
+    options = {"batch_size": 2, "grad_accum": 2, "max_steps": 10, "save_steps": 2}  # 6 steps to an epoch
+    unbroken = make_trainer(rows, **options)
+    expected = watched(unbroken)
+    unbroken.train()
+    assert len(expected) == 20 and expected[:12] != expected[12:]
+    for step, batches in ((4, 8), (6, 12), (8, 16)):
+        resumed = make_trainer(rows, **options)
+        seen = watched(resumed)
+        resumed.data_collator.lengths = lambda rows: pytest.fail("measured again")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+        assert seen == expected[batches:]
+
+
+def test_the_sampler_is_told_the_epoch_that_a_run_resumes_in(make_trainer):
+    trainer = make_trainer(UNEVEN)
+    trainers.EpochTeller(trainer).on_epoch_begin(None, transformers.TrainerState(epoch=2.75), None)
+    assert trainer.sampler.epoch == 2
+
+
+def test_the_time_that_training_waits_for_batches_is_told_and_kept(make_trainer, tmp_path):
+    options = {"batch_size": 1, "grad_accum": 2, "save_steps": 2}
+    run = types.SimpleNamespace(metrics=list)
+    trainer = make_trainer(UNEVEN * 4, max_steps=2, **options)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: time.sleep(0.1) or collate(rows)
+    trainer.train()
+    timing = recipe.collected(run, trainer)["timing"]
+    assert 0.4 < trainer.waited < timing["train_s"] + 0.1 and timing["workers"] == 0
+    assert timing["data_wait_s"] == round(trainer.waited, 1)
+    assert timing["data_wait_share"] == pytest.approx(trainer.waited / timing["train_s"], rel=0.1)
+    resumed = make_trainer(UNEVEN * 4, max_steps=3, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert trainer.waited < resumed.waited < trainer.waited + 0.4
+
+
+def test_workers_stay_for_training_and_prepare_a_whole_step_ahead(make_trainer):
+    trainer = make_trainer(UNEVEN, UNEVEN, workers=2, grad_accum=8)
+    training, evaluation = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
+    assert training.persistent_workers and not evaluation.persistent_workers
+    assert training.num_workers * training.prefetch_factor > 8
+    assert make_trainer(UNEVEN).get_train_dataloader().num_workers == 0
 
 
 @pytest.mark.parametrize("targets", ["vision", "audio"])

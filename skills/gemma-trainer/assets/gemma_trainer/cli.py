@@ -62,7 +62,9 @@ class TrainingFlags:
     backend: str = flag("auto", "what loads and trains; unsloth is not part of this version", ("auto", "unsloth", "hf"))
     gradient_checkpointing: str = flag("auto", "less memory, more time; auto: on a GPU", ("auto", "on", "off"))
     seed: int = flag(0, "seed of data order, dropout and adapters")
-    num_workers: int = flag(0, "processes that prepare batches ahead")
+    num_workers: int | None = flag(
+        help="processes that prepare batches ahead (default: for each GPU half of its share of the cores, at most 4)"
+    )
     save_steps: int | None = flag(help="steps between checkpoints (default: a tenth of the run)")
     eval_steps: int | None = flag(help="steps between evaluations (default: a tenth of the run)")
     report_to: tuple[str, ...] = flag((), "experiment trackers, such as tensorboard or wandb")

@@ -19,11 +19,14 @@ import torch
 from . import families
 from .batch import Batch
 from .errors import MediaError, RowError
+from .features import clip_features, clip_tokens, image_features, image_tokens, media_text
 from .gaps import place_clips, place_images
 from .labels import IGNORE, Labelled, Labeller
 from .media import MediaAccess, open_audio, open_image
+from .media_headers import audio_seconds, image_size
 from .rendering import Rendered, Renderer
 from .rows import Row, read_row
+from .slots import Media
 from .stats import Stats
 
 CHOICES = {
@@ -39,12 +42,12 @@ CHOICES = {
 
 @dataclass
 class _Slot:
-    """One image or clip of a row, on its way: the opened medium, the soft tokens it takes, its index in the tensors."""
+    """One image or clip of a row, on its way to the batch."""
 
     kind: str
     medium: Any = None  # PIL image or float32 samples; None when it was bad
-    tokens: int = 0
-    index: int = -1
+    tokens: list[int] = field(default_factory=list)  # its soft tokens: of the image, and of each crop of it
+    lines: list[int] = field(default_factory=list)  # where it, and its crops, stand in the tensors
     run: tuple[int, int] = (0, 0)  # where its tokens stand in the row
     kept: bool = True
 
@@ -62,10 +65,10 @@ class _Item:
     def bad(self) -> bool:
         return any(slot.medium is None for slot in self.slots)
 
-    def indices(self, kind: str) -> list[int | None]:
+    def lines(self, kind: str) -> list[int | None]:
         """Where the row's media of a kind stand in the tensors; None for those that could not be read."""
         slots = [slot for slot in self.slots if slot.kind == kind and slot.kept]
-        return [None if slot.medium is None else slot.index for slot in slots]
+        return [line for slot in slots for line in ([None] if slot.medium is None else slot.lines)]
 
 
 class MultimodalCollator:
@@ -130,6 +133,8 @@ class MultimodalCollator:
         self.family = families.family_of_processor(processor)
         # A text-only model has a bare tokenizer, and takes no token type ids.
         self.type_ids_key = self.family.type_ids_key if self.tokenizer is not processor else None
+        soft = {kind: getattr(self.tokenizer, f"{kind}_token_id", None) for kind in self.family.slots}
+        self.soft_tokens: dict[str, int] = {kind: token for kind, token in soft.items() if token is not None}
         self.max_length, self.pad_to_multiple_of = max_length, pad_to_multiple_of
         self.on_bad_media, self.long_audio = on_bad_media, long_audio
         self.truncation, self.placeholders = truncation, placeholders
@@ -159,6 +164,39 @@ class MultimodalCollator:
         else:
             batch.count_for = self.stats.key
         return batch
+
+    def lengths(self, rows: list[dict]) -> list[int]:
+        """How many tokens each row will take, its media worked out from their headers, without decoding any.
+
+        A row that cannot be read counts as one token, a medium that cannot be read as none; a generation prompt's tail
+        is left out.
+        """
+        read: list[tuple[Rendered, list[_Slot]] | None] = []
+        for position, raw in enumerate(rows):
+            try:
+                row = read_row(raw, f"row {position}")
+                slots = [_Slot(m.kind, tokens=self._tokens_from_header(row, m)) for m in row.media]
+                read.append((self.renderer.fill(self._render(row, slots), self._media_texts(slots)), slots))
+            except RowError:
+                read.append(None)
+        encoded = iter(self.renderer.encode([found[0] for found in read if found]))
+        lengths = [
+            len(next(encoded)) + sum(n - 1 for slot in found[1] for n in slot.tokens) if found else 1 for found in read
+        ]
+        return [length if self.max_length is None else min(length, self.max_length) for length in lengths]
+
+    def _tokens_from_header(self, row: Row, medium: Media) -> list[int]:
+        try:
+            if medium.kind not in self.modalities:
+                return []
+            if medium.kind == "image":
+                size = image_size(medium.value, row.folder, self.access)
+                return image_tokens(self.processor, self.family, *size)
+            seconds = audio_seconds(medium.value, row.folder, self.access)
+            samples = round(seconds * self.processor.feature_extractor.sampling_rate)
+            return clip_tokens(self.processor, self.family, samples)
+        except (MediaError, ValueError):
+            return []
 
     # -- rows and media
 
@@ -202,35 +240,24 @@ class MultimodalCollator:
             return open_image(medium.value, row.folder, self.access)
         limit, rate = self.family.max_audio_seconds, self.processor.feature_extractor.sampling_rate
         samples, seconds = open_audio(medium.value, rate, limit, row.folder, self.access)
-        if limit is not None and seconds > limit:
+        if seconds > limit:
             counts["long_audio"] += 1
             if self.long_audio == "refuse":
                 raise MediaError(f"audio of {seconds:.1f} s, longer than the {limit:.0f} s the model hears")
             problems.append((row.name, f"audio of {seconds:.1f} s was cut to the {limit:.0f} s the model hears"))
         return samples
 
-    def _media_tensors(self, items) -> dict[str, torch.Tensor]:
-        """Run the image processor and the feature extractor over the batch's media, and count their soft tokens.
-
-        The processors are called apart from the text: through `processor(...)`, the text's max_length and padding side
-        reach the feature extractor and cut the audio.
-        """
+    def _media_tensors(self, items) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of each kind of medium that the batch has; counts the soft tokens of each slot."""
         tensors = {}
-        slots = [slot for item in items for slot in item.slots if slot.medium is not None]
-        images = [slot for slot in slots if slot.kind == "image"]
-        clips = [slot for slot in slots if slot.kind == "audio"]
-        if images:
-            made = self.processor.image_processor(images=[slot.medium for slot in images], return_tensors="pt")
-            for index, (slot, tokens) in enumerate(zip(images, made.pop("num_soft_tokens_per_image"), strict=True)):
-                slot.index, slot.tokens = index, int(tokens)
-            tensors |= made
-        if clips:
-            made = self.processor.feature_extractor([slot.medium for slot in clips], return_tensors="pt")
-            for index, (slot, tokens) in enumerate(
-                zip(clips, families.audio_soft_tokens(made["input_features_mask"]), strict=True)
-            ):
-                slot.index, slot.tokens = index, int(tokens)
-            tensors |= made
+        for kind, make in (("image", image_features), ("audio", clip_features)):
+            slots = [s for item in items for s in item.slots if s.kind == kind and s.medium is not None]
+            if slots:
+                tensors[kind], tokens = make(self.processor, self.family, [slot.medium for slot in slots])
+                line = 0
+                for slot, counts in zip(slots, tokens, strict=True):
+                    slot.tokens, slot.lines = counts, list(range(line, line + len(counts)))
+                    line += len(counts)
         return tensors
 
     # -- tokens and labels
@@ -239,9 +266,10 @@ class MultimodalCollator:
         """Render, tokenize and label the rows, and leave out those that the chat template refuses."""
         for item in items:
             with _leaving_out_bad_rows(counts, problems):
-                item.rendered = self.renderer.render(item.row)
+                item.rendered = self._render(item.row, item.slots)
         items = [item for item in items if item.rendered is not None]
-        for item, ids in zip(items, self.renderer.encode([item.rendered for item in items]), strict=True):
+        filled = [self.renderer.fill(item.rendered, self._media_texts(item.slots)) for item in items]
+        for item, ids in zip(items, self.renderer.encode(filled), strict=True):
             with _leaving_out_bad_rows(counts, problems):
                 labelled = self.labeller.label(item.row, item.rendered, ids)
                 self._expand(item, labelled)
@@ -249,37 +277,40 @@ class MultimodalCollator:
                 counts["inexact_turns"] += labelled.inexact_turns
         return [item for item in items if item.tokens is not None]
 
-    def _media_token(self, kind: str) -> int:
-        return getattr(self.tokenizer, f"{kind}_token_id")
-
-    def _expand(self, item: _Item, labelled: Labelled) -> None:
-        """Put each medium's soft tokens, between its begin and end token, where its slot stands."""
-        ids = np.asarray(labelled.ids)
-        kinds = {self._media_token(kind): kind for kind in self.modalities}
-        slots = np.flatnonzero(np.isin(ids, list(kinds))).tolist()
-        if [kinds[ids[at]] for at in slots] != [slot.kind for slot in item.slots]:
+    def _render(self, row: Row, slots: list[_Slot]) -> Rendered:
+        rendered = self.renderer.render(row)
+        if (found := self.renderer.slots_in(rendered)) != [slot.kind for slot in slots]:
             raise RowError(
-                item.row.name,
-                f"the chat template shows {len(slots)} of the row's {len(item.slots)} images and clips "
+                row.name,
+                f"the chat template shows {len(found)} of the row's {len(slots)} images and clips "
                 "(it has no place for them in this role)",
             )
-        text = np.stack([ids, np.where(labelled.trained & (not item.bad), ids, IGNORE), np.zeros_like(ids)])
-        pieces, last, length = [], 0, 0
-        for at, slot in zip(slots, item.slots, strict=True):
-            pieces += [text[:, last:at], self._media_run(slot)]
-            start, length = length + at - last, length + at - last + pieces[-1].shape[1]
-            slot.run, last = (start, length), at + 1
-        item.tokens = np.concatenate([*pieces, text[:, last:]], axis=1)
+        return rendered
 
-    def _media_run(self, slot: _Slot) -> np.ndarray:
-        """The tokens [3, n] that stand for a medium; none for one that could not be read."""
-        if slot.medium is None:
-            return np.empty((3, 0), np.int64)
-        names = {"image": ("boi_token", "eoi_token"), "audio": ("boa_token", "eoa_token")}[slot.kind]
-        begin, end = (self.tokenizer.convert_tokens_to_ids(getattr(self.tokenizer, name)) for name in names)
-        ids = [begin, *[self._media_token(slot.kind)] * slot.tokens, end]
-        types = [0, *[self.family.type_ids[slot.kind]] * slot.tokens, 0]
-        return np.array([ids, [IGNORE] * len(ids), types])
+    def _media_texts(self, slots: list[_Slot]) -> list[str]:
+        return [media_text(self.processor, self.family, slot.kind, len(slot.tokens)) for slot in slots]
+
+    def _expand(self, item: _Item, labelled: Labelled) -> None:
+        """Repeat each run's one soft token as often as the medium has soft tokens."""
+        ids = np.asarray(labelled.ids)
+        if not item.slots:
+            item.tokens = np.stack([ids, np.where(labelled.trained, ids, IGNORE), np.zeros_like(ids)])
+            return
+        times, types = np.ones_like(ids), np.zeros_like(ids)
+        trained = labelled.trained & (not item.bad)
+        at = np.flatnonzero(np.isin(ids, list(self.soft_tokens.values())))
+        times[at] = [count for slot in item.slots for count in slot.tokens]
+        for kind, token in self.soft_tokens.items():
+            types[ids == token] = families.TYPE_IDS[kind]
+        for beside in (-1, 0, 1):  # the begin and end token stand beside the soft one
+            trained[at + beside] = False
+        ends = np.cumsum(times)
+        first = 0
+        for slot in item.slots:
+            if slot.tokens:
+                last = first + len(slot.tokens) - 1
+                slot.run, first = (int(ends[at[first] - 2]), int(ends[at[last] + 1])), last + 1
+        item.tokens = np.repeat(np.stack([ids, np.where(trained, ids, IGNORE), types]), times, axis=1)
 
     def _truncate(self, item: _Item, counts) -> None:
         """Cut the tail at max_length; a medium that the cut meets goes whole."""
@@ -316,33 +347,29 @@ class MultimodalCollator:
             padded[0, line, :length] = 1
             padded[1:, line, :length] = item.tokens
             # The soft tokens of zero images stand in the padding, where no token attends to them.
-            padded[1, line, length : length + count] = self._media_token("image") if count else 0
+            padded[1, line, length : length + count] = self.soft_tokens["image"] if count else 0
         keys = ["attention_mask", "input_ids", "labels", *([self.type_ids_key] if self.type_ids_key else [])]
         return {key: torch.from_numpy(padded[i].copy()) for i, key in enumerate(keys)} | media
 
     def _place_media(self, items, tensors, counts) -> tuple[dict, list[int]]:
-        """The media tensors in batch order with their placeholders, and the zero images behind each row."""
+        """The media tensors in batch order with their placeholders, and how many soft tokens of zero images stand
+        behind each row."""
         behind, media = [0] * len(items), {}
+        lines = {kind: [item.lines(kind) for item in items] for kind in self.modalities}
         if "image" in self.modalities:
-            made = {key: tensors[key] for key in ("pixel_values", "image_position_ids") if key in tensors}
-            indices = [item.indices("image") for item in items]
-            images, behind = place_images(indices, made, self.processor.image_processor, self.placeholders)
+            shortest = min(range(len(items)), key=lambda index: items[index].tokens.shape[1])
+            images, behind, zeros = place_images(
+                lines["image"], tensors.get("image"), self.processor, self.family, self.placeholders, shortest
+            )
             media |= images
-            counts["placeholders"] += sum(behind)
+            counts["placeholders"] += zeros
         if "audio" in self.modalities:
-            made = {key: tensors[key] for key in ("input_features", "input_features_mask") if key in tensors}
-            indices = [item.indices("audio") for item in items]
-            clips, zeros = place_clips(indices, made, self.processor.feature_extractor.feature_size, self.placeholders)
+            clips, zeros = place_clips(
+                lines["audio"], tensors.get("audio"), self.processor, self.family, self.placeholders
+            )
             media |= clips
             counts["placeholders"] += zeros
         return media, behind
-
-    @staticmethod
-    def _padded(arrays, width, fill) -> torch.Tensor:
-        padded = np.full((len(arrays), width), fill, np.int64)
-        for line, array in enumerate(arrays):
-            padded[line, : len(array)] = array
-        return torch.from_numpy(padded)
 
     def _count(self, items, batch: Batch) -> None:
         trained = (batch["labels"] != IGNORE).sum(1)

@@ -35,13 +35,22 @@ Name a fruit that is green. Read this. Say it again. Give the result of two and 
 system user model tool thought call response value declaration description parameters properties required type"""
 
 
-def make_tokenizer(vocab_size: int = 1024):
-    """Train a byte-fallback BPE tokenizer with Gemma 4's special tokens.
+def make_tokenizer(
+    vocab_size: int = 1024, media_tokens=MEDIA_TOKENS, control_tokens=CONTROL_TOKENS, text_tokens=(), last_tokens=None
+):
+    """Train a byte-fallback BPE tokenizer with a Gemma family's special tokens, Gemma 4's unless told otherwise.
+
+    Args:
+        vocab_size: Tokens in all, `last_tokens` not counted.
+        media_tokens: Attribute on the tokenizer -> special token.
+        control_tokens: Further special tokens, without a name.
+        text_tokens: Ordinary text that is always one token, such as the runs of line breaks in Gemma 3.
+        last_tokens: As `media_tokens`, but placed in this order after the whole vocabulary (Gemma 3n).
 
     Returns a `transformers.GemmaTokenizer` with `image_token`, `audio_token` and so on set. No merge crosses a line
     break or a word break, as in Gemma's own vocabulary.
     """
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers import GemmaTokenizer
 
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
@@ -49,7 +58,7 @@ def make_tokenizer(vocab_size: int = 1024):
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Split("▁", "merged_with_next")]
     )
-    reserved = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *MEDIA_TOKENS.values(), *CONTROL_TOKENS]
+    reserved = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *media_tokens.values(), *control_tokens, *text_tokens]
     reserved += [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -59,14 +68,17 @@ def make_tokenizer(vocab_size: int = 1024):
     )
     backend.train_from_iterator([CORPUS, *_sample_texts()], trainer)
     learned = json.loads(backend.to_str())["model"]
-    return GemmaTokenizer(
+    controls = {f"control_{i}": token for i, token in enumerate(control_tokens)}
+    tokenizer = GemmaTokenizer(
         vocab=learned["vocab"],
         merges=[tuple(pair) for pair in learned["merges"]],
-        extra_special_tokens=MEDIA_TOKENS | {f"control_{i}": token for i, token in enumerate(CONTROL_TOKENS)},
+        extra_special_tokens=media_tokens | (last_tokens or {}) | controls,
         padding_side="left",
         add_bos_token=True,
         model_max_length=131072,
     )
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in text_tokens])
+    return tokenizer
 
 
 def chat_template(name: str = "gemma4") -> str:

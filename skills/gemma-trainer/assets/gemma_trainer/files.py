@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import threading
 from pathlib import Path
 
 
@@ -44,3 +46,40 @@ def is_disk_full(problem: BaseException) -> bool:
         return True
     words = r"No space left|File too large|quota exceeded|PytorchStreamWriter failed|os error (27|28|122)\b"
     return re.search(words, str(problem), re.IGNORECASE) is not None
+
+
+_silenced = {"depth": 0, "stderr": -1}
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def silent_stderr():
+    """Keep C libraries from writing to the process's stderr: libmpg123 and libtiff tell it of every odd byte they meet.
+
+    What Python reports is not touched, since errors are raised. Safe in threads: the first in turns stderr away, the
+    last out turns it back. Also a decorator: `@silent_stderr()`.
+    """
+    with _lock:
+        _silenced["depth"] += 1
+        if _silenced["depth"] == 1:
+            _silenced["stderr"] = _turn_away()
+    try:
+        yield
+    finally:
+        with _lock:
+            _silenced["depth"] -= 1
+            if _silenced["depth"] == 0 and _silenced["stderr"] >= 0:
+                os.dup2(_silenced["stderr"], 2)
+                os.close(_silenced["stderr"])
+
+
+def _turn_away() -> int:
+    """Point file descriptor 2 at nothing; returns a copy of it, or -1 where there is none."""
+    try:
+        kept = os.dup(2)
+    except OSError:
+        return -1
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    return kept

@@ -6,12 +6,13 @@ Spans are found in one pass over the control tokens of a row; text between them 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from .errors import CannotLoad, RowError
-from .families import KINDS, Family
-from .rendering import MARK, Rendered, Renderer
+from .families import MEDIA_TOKENS, Family
+from .rendering import ANSWERED, ASKED, CALLED, RESULT, Rendered, Renderer
 from .rows import Row
 from .slots import is_blank
 
@@ -25,14 +26,14 @@ class Span:
     start: int
     end: int
     turn: int  # counts model turns from 0; a turn with tool calls has several spans
-    after_result: bool  # it follows a tool result rather than a turn header
+    behind: str  # what it follows: a turn "header", a tool "result", or the "end" of a span without a header between
 
 
 @dataclass
 class Labelled:
     """A row's tokens with what is trained.
 
-    `ids` are token ids (media slots one token each), `trained` says for each whether it is a label.
+    `ids` are token ids (a run of media soft tokens is one token), `trained` says for each whether it is a label.
     """
 
     ids: list[int]
@@ -56,7 +57,8 @@ class Labeller:
     def __init__(self, renderer: Renderer, loss_on: str = "all-turns", train_reasoning: bool = True):
         self.renderer, self.loss_on, self.train_reasoning = renderer, loss_on, train_reasoning
         self.markers = Markers.of(renderer.tokenizer, renderer.family)
-        self._tails: dict[tuple[bool, bool], list[int]] = {}
+        self._tails: dict[tuple[bool, str], list[int]] = {}
+        self._recalled: dict[tuple[bool, bool], bool] = {}
         self._check_template()
 
     def _check_template(self) -> None:
@@ -64,7 +66,7 @@ class Labeller:
             raise CannotLoad(
                 "the model has no chat template: copy chat_template.jinja from its -it model into its folder"
             )
-        probe = Row("the probe", [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
+        probe = Row("the probe", [ASKED, ANSWERED])
         ids = self.renderer.encode([self.renderer.render(probe)])[0]
         said = [self.renderer.tokenizer.decode(ids[s.start : s.end]) for s in find_spans(ids, self.markers)]
         family = self.renderer.family
@@ -82,8 +84,9 @@ class Labeller:
             return Labelled(ids, trained)
         spans = find_spans(ids, self.markers)
         dropped = self._reasoning_dropped(row, rendered, ids)
-        kept = self._chosen(row, spans) if row.trained else []
-        inexact = self._inexact(row, rendered, ids, spans, kept, dropped)
+        said = self._messages_of(row, spans, dropped)
+        kept = self._chosen(row, spans, said) if row.trained else []
+        inexact = self._inexact(row, rendered, ids, spans, said, kept, dropped)
         trained = np.zeros(len(ids), bool)
         for span in kept:
             trained[span.start + self._prompt_part(rendered, ids, span) : span.end] = True
@@ -96,111 +99,133 @@ class Labeller:
     def answer_start(self, ids: list[int]) -> int:
         """Where the last model turn of a labelled row begins: the tokens before it are the prompt it answers."""
         last = find_spans(ids, self.markers)[-1]
-        tails = (self.tail(thinking, last.after_result) for thinking in (False, True))
-        return last.start + max(len(tail) for tail in tails if ids[last.start : last.start + len(tail)] == tail)
+        tails = (self.tail(thinking, last.behind) for thinking in (False, True))
+        held = [len(tail) for tail in tails if ids[last.start : last.start + len(tail)] == tail]
+        return last.start + max(held, default=0)
 
     # -- which spans
 
-    def _chosen(self, row: Row, spans: list[Span]) -> list[Span]:
-        chosen = spans
-        if self.loss_on == "last-turn" and spans:
-            chosen = [span for span in spans if span.turn == spans[-1].turn]
-        if any(message.get("train") is False for message in row.messages):
-            refused = self._untrained(row, spans)
-            chosen = [span for span in chosen if span not in refused]
-        return chosen
+    def _chosen(self, row: Row, spans: list[Span], said: list[set[int]]) -> list[Span]:
+        refused = {i for i, message in enumerate(row.messages) if message.get("train") is False}
+        last_only = self.loss_on == "last-turn"
+        return [
+            span
+            for span, messages in zip(spans, said, strict=True)
+            if not messages & refused and not (last_only and span.turn != spans[-1].turn)
+        ]
 
-    def _untrained(self, row: Row, spans: list[Span]) -> set[Span]:
-        """The spans of messages marked `train: false`, found by rendering the row again with marked texts."""
+    def _messages_of(self, row: Row, spans: list[Span], dropped: int) -> list[set[int]]:
+        """The positions of the messages that each span is made of; none where nothing depends on them.
+
+        A row without tools has one span an answer. With tools, a template may put the words beside a call behind its
+        results, or run them into the next step: there the row is rendered again, each message with a mark before its
+        texts. A message without words counts only where it is alone.
+        """
+        answers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+        calls = [message for message in row.messages if "tool_calls" in message]
+        if not calls and len(spans) == len(answers):
+            return [{i} for i in answers]
+        words = any(not is_blank(message["content"]) for message in calls)
+        if not (words or dropped or any("train" in message for message in row.messages)):
+            return [set() for _ in spans]
+        positions = {mark: position for position, mark in self.renderer.marks(row).items()}
         ids = self.renderer.encode([self.renderer.render(row, marked=True)])[0]
-        decode, end = self.renderer.tokenizer.decode, self.renderer.family.turn_end
-        texts = [decode(ids[span.start : span.end]) for span in find_spans(ids, self.markers)]
-        if len(texts) != len(spans):  # a mark alone may open a span that empty content does not have
-            texts = [text for text in texts if text.removesuffix(end) != MARK]
-        if len(texts) != len(spans):
-            raise RowError(row.name, "cannot tell which tokens belong to the message that is not to be trained")
-        return {span for span, text in zip(spans, texts, strict=True) if MARK in text}
+        found = []
+        for span in find_spans(ids, self.markers):
+            end = span.end - (ids[span.end - 1] == self.markers.turn_end)
+            text = self.renderer.tokenizer.decode(ids[span.start : end])
+            said = {positions[a] for a, b in pairwise(text) if a in positions and b not in positions}
+            blank = {positions[letter] for letter in text if letter in positions}
+            if span.behind != "result" or set(text) - positions.keys():  # else nothing makes a span there
+                found.append(said or blank)
+        if len(found) != len(spans):
+            raise RowError(row.name, "cannot tell which of the model's turns belong to which message")
+        return found
 
     # -- the prompt a span answers
 
-    def tail(self, thinking: bool, after_result: bool = False) -> list[int]:
+    def tail(self, thinking: bool, behind: str = "header") -> list[int]:
         """What a generation prompt ends with beyond the model header, such as an empty thought block.
 
-        After a tool result there is no header: all that the prompt adds to it is the tail.
+        Behind a tool result there is no header: all that the prompt adds to it is the tail.
         """
-        key = (thinking, after_result)
+        key = (thinking, behind)
         if key not in self._tails:
             self._tails[key] = self._probe_tail(*key)
         return self._tails[key]
 
-    def _probe_tail(self, thinking: bool, after_result: bool) -> list[int]:
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
-        messages = [{"role": "user", "content": "x"}]
-        if after_result:
-            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            messages.append({"role": "tool", "tool_call_id": "1", "content": "y"})
-        probe = Row("the probe", messages)
+    def _probe_tail(self, thinking: bool, behind: str) -> list[int]:
+        family, words = self.renderer.family, "y" if behind == "end" else ""
+        messages = [ASKED] if behind == "header" else [ASKED, CALLED | {"content": words}, RESULT]
         try:
-            prompt = self.renderer.generation_prompt(probe, len(messages), thinking)
+            prompt = self.renderer.generation_prompt(Row("the probe", messages), len(messages), thinking)
         except RowError:  # a template without tools
             return []
-        opening = self.renderer.family.tool_response_end if after_result else self.renderer.family.model_header
-        tail = prompt[prompt.rindex(opening) + len(opening) :] if opening in prompt else ""
-        return self.renderer.tokenizer(tail, add_special_tokens=False)["input_ids"] if tail else []
+        openings = {"header": family.model_header, "result": family.tool_response_end, "end": f"{family.turn_end}\n"}
+        tail = prompt.rpartition(openings[behind])[2]
+        if len(tail) == len(prompt) or family.turn_start in tail:  # nothing is ever written behind such a thing
+            return []
+        return self.renderer.tokenizer(tail, add_special_tokens=False)["input_ids"]
 
     def _prompt_part(self, rendered: Rendered, ids: list[int], span: Span) -> int:
         """How many of a span's first tokens the generation prompt already holds."""
-        tail = self.tail(rendered.thinking, span.after_result)
+        tail = self.tail(rendered.thinking, span.behind)
         return len(tail) if tail and ids[span.start : span.start + len(tail)] == tail else 0
 
     def _insert_tail(self, rendered, ids, trained, kept):
         """Put the prompt's tail before the last trained span, where the template's history leaves it out."""
         tail = self.tail(rendered.thinking)
-        if not tail or not kept or kept[-1].after_result or self._prompt_part(rendered, ids, kept[-1]):
+        if not tail or not kept or kept[-1].behind != "header" or self._prompt_part(rendered, ids, kept[-1]):
             return ids, trained
         at = kept[-1].start
         return ids[:at] + tail + ids[at:], np.insert(trained, at, np.zeros(len(tail), bool))
 
-    def _inexact(self, row: Row, rendered: Rendered, ids: list[int], spans, kept: list[Span], dropped: int) -> int:
-        """How many trained spans stand behind another prompt than the one they would answer in use."""
-        if rendered.restore is not None:
-            return 0
-        inexact = self._joined_steps(row, len(spans)) if any("tool_calls" in message for message in row.messages) else 0
-        if dropped and kept:
-            inexact += self._forgetful_steps(row, rendered)
-        for span in kept:
-            fixed = span is kept[-1] and not span.after_result
-            if self.tail(rendered.thinking, span.after_result) and not fixed:
-                inexact += not self._prompt_part(rendered, ids, span)
+    def _inexact(
+        self, row: Row, rendered: Rendered, ids: list[int], spans, said, kept: list[Span], dropped: int
+    ) -> int:
+        """How many trained steps stand behind another prompt than the one they would answer in use."""
+        forgotten = self._forgotten(row, rendered.thinking) if dropped else {}
+        chosen, begun, inexact = set(kept), set(), 0
+        for span, messages in zip(spans, said, strict=True):
+            if span in chosen:
+                first = min(messages, default=None)
+                lost = first in forgotten and (forgotten[first] < first or first in begun)
+                inserted = span is kept[-1] and span.behind == "header"
+                tail = [] if inserted else self.tail(rendered.thinking, span.behind)
+                inexact += bool(lost or (tail and not self._prompt_part(rendered, ids, span)))
+                inexact += max(0, len(messages) - 1)  # steps run together, without a prompt between them
+            begun |= messages
         return inexact
 
-    def _forgetful_steps(self, row: Row, rendered: Rendered) -> int:
-        """How many trained steps would have seen reasoning of their own turn that a later user message makes the
-        template leave out."""
-        roles = [message["role"] for message in row.messages]
-        last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
-        steps, reasoned = [], False
-        for position, message in enumerate(row.messages[:last_user]):
-            reasoned = roles[position] != "user" and reasoned
-            if reasoned and roles[position] == "assistant" and message.get("train", True):
-                steps.append(position)
-            reasoned = reasoned or "reasoning" in message
-        if not steps or self.loss_on == "last-turn":
-            return 0
-        # A template treats them all alike, so that one prompt tells for all (each costs a rendering of its prefix).
-        prompt = self.renderer.generation_prompt(row, steps[0], rendered.thinking)
-        return 0 if rendered.text.startswith(prompt) else len(steps)
+    def _forgotten(self, row: Row, thinking: bool) -> dict[int, int]:
+        """For messages with reasoning in their turn, at or before them, that the template has left out for the sake of
+        a later user message, but shows in a prompt within the turn: the position of the first such reasoning."""
+        users = [i for i, message in enumerate(row.messages) if message["role"] == "user"]
+        forgotten, first = {}, None
+        for position, message in enumerate(row.messages[: users[-1]] if users else []):
+            if message["role"] == "user":
+                first = None
+            elif first is None and "reasoning" in message and self._recalls(thinking, "tool_calls" in message):
+                first = position
+            if first is not None:
+                forgotten[position] = first
+        return forgotten
 
-    @staticmethod
-    def _joined_steps(row: Row, found: int) -> int:
-        """How many steps of the model a template has run into the one before, without a break between them."""
-        roles, steps = ["", *(message["role"] for message in row.messages), ""], 0
-        for before, message, after in zip(roles, row.messages, roles[2:], strict=False):
-            if message["role"] == "assistant":
-                calls, words = "tool_calls" in message, not is_blank(message["content"])
-                steps += calls  # ends at its results; words beside it follow those, or stand with it
-                steps += (not calls or after == "tool") if words else (not calls and before != "tool")
-        return max(0, steps - found)
+    def _recalls(self, thinking: bool, called: bool) -> bool:
+        """Whether the template shows a message's reasoning until the next user message, and no longer."""
+        key = (thinking, called)
+        if key not in self._recalled:
+            reasoned = (CALLED if called else ANSWERED) | {"reasoning": "drei"}
+            messages = [ASKED, reasoned, RESULT if called else ASKED | {"role": "system"}, ANSWERED, ASKED]
+            try:
+                shown = [
+                    "drei" in self.renderer.generation_prompt(Row("the probe", messages), count, thinking)
+                    for count in (3, 5)
+                ]
+            except RowError:  # a template without tools, or without a system message there
+                shown = [False, False]
+            self._recalled[key] = shown == [True, False]
+        return self._recalled[key]
 
     def _reasoning_dropped(self, row: Row, rendered: Rendered, ids: list[int]) -> int:
         given = sum("reasoning" in message for message in row.messages)
@@ -213,7 +238,7 @@ class Labeller:
 
 @dataclass(frozen=True)
 class Markers:
-    """A family's markers as token ids; `header` and `newline` may be several tokens."""
+    """A family's markers as token ids; `header`, which leaves out its newline, and `newline` may be several tokens."""
 
     header: list[int]
     newline: list[int]
@@ -223,7 +248,7 @@ class Markers:
     response_end: int | None
     channel: int | None
     channel_end: int | None
-    media: frozenset[int] = frozenset()  # the slots of images and clips
+    media: frozenset[int] = frozenset()  # begin, soft and end tokens of images and clips
 
     @classmethod
     def of(cls, tokenizer, family: Family) -> Markers:
@@ -231,7 +256,7 @@ class Markers:
             return None if token is None else tokenizer.convert_tokens_to_ids(token)
 
         return cls(
-            header=tokenizer(family.model_header, add_special_tokens=False)["input_ids"],
+            header=tokenizer(family.model_header.removesuffix("\n"), add_special_tokens=False)["input_ids"],
             newline=tokenizer("\n", add_special_tokens=False)["input_ids"],
             turn_start=one(family.turn_start),
             turn_end=one(family.turn_end),
@@ -239,7 +264,8 @@ class Markers:
             response_end=one(family.tool_response_end),
             channel=one(family.channel),
             channel_end=one(family.channel_end),
-            media=frozenset(getattr(tokenizer, f"{kind}_token_id", None) for kind in KINDS) - {None},
+            media=frozenset(one(getattr(tokenizer, name, None)) for kind in family.slots for name in MEDIA_TOKENS[kind])
+            - {None},
         )
 
 
@@ -257,17 +283,19 @@ def find_spans(ids: list[int], markers: Markers) -> list[Span]:
     tokens = np.asarray(ids)
     stops = [m for m in (markers.turn_start, markers.turn_end, markers.response, markers.response_end) if m is not None]
     spans: list[Span] = []
-    turn, start, after_result = -1, None, False  # `start` is None outside the model's words
+    turn, start, behind = -1, None, ""  # `start` is None outside the model's words
 
-    for at in np.flatnonzero(np.isin(tokens, stops)).tolist():
+    for at in np.flatnonzero(np.logical_or.reduce([tokens == stop for stop in stops])).tolist():
         token = ids[at]
         if token == markers.turn_start:
             if start is not None and at > start:  # a turn that was never closed
-                spans.append(Span(start, at, turn, after_result))
+                spans.append(Span(start, at, turn, behind))
+            # The newline behind the header is not looked at: it may be one token with those around a medium.
             is_model = ids[at : at + len(markers.header)] == markers.header
-            turn, start, after_result = turn + is_model, at + len(markers.header) if is_model else None, False
+            opened = at + len(markers.header) + len(markers.newline)
+            turn, start, behind = turn + is_model, opened if is_model else None, "header"
         elif token == markers.response_end:
-            if turn >= 0 and start is None and after_result:
+            if turn >= 0 and start is None and behind == "result":
                 start = at + 1
                 while start < len(ids) and ids[start] in markers.media:  # pictures that belong to the result
                     start += 1
@@ -275,18 +303,18 @@ def find_spans(ids: list[int], markers: Markers) -> list[Span]:
             continue
         elif token == markers.response:
             if at > start:  # the stop that the model itself emits; a further result's opening is not
-                spans.append(Span(start, at + 1, turn, after_result))
-            start, after_result = None, True
+                spans.append(Span(start, at + 1, turn, behind))
+            start, behind = None, "result"
         else:  # the end of a turn
-            if at > start or not after_result:
-                spans.append(Span(start, at + 1, turn, after_result))
+            if at > start or behind != "result":
+                spans.append(Span(start, at + 1, turn, behind))
             follows = (
                 at + 1 + (len(markers.newline) if ids[at + 1 : at + 1 + len(markers.newline)] == markers.newline else 0)
             )
             more = follows < len(ids) and ids[follows] != markers.turn_start
-            start, after_result = (follows if more else None), False
+            start, behind = (follows if more else None), "end"
     if start is not None and len(ids) > start:
-        spans.append(Span(start, len(ids), turn, after_result))
+        spans.append(Span(start, len(ids), turn, behind))
     return spans
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import io
 import math
 import re
@@ -18,8 +19,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from .errors import MediaError
-from .files import user_path
+from .files import silent_stderr, user_path
 
+ORIENTATION = 0x0112  # the EXIF tag
 MIN_SAMPLES = 161  # one frame of 20 ms at 16 kHz, which needs one sample more than its length
 MAX_REMOTE_BYTES = 100 * 2**20
 
@@ -32,6 +34,7 @@ class MediaAccess:
     remote: bool = False
 
 
+@silent_stderr()
 def open_image(value: Any, folder: Path | None = None, access: MediaAccess = MediaAccess()):
     """Open an image in any form a row may hold, upright and in RGB.
 
@@ -47,22 +50,28 @@ def open_image(value: Any, folder: Path | None = None, access: MediaAccess = Med
     Raises:
         MediaError: missing, corrupt, too large (a decompression bomb), or not allowed.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's bomb warning, which is an error here
             image = _as_pil(value, folder, access)
-            if 0 in image.size:
-                raise MediaError("an image without pixels")
-            if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):
-                raise MediaError(f"image of {image.width} x {image.height} pixels is a decompression bomb")
+            _check_size(*image.size)
             image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
+            return _to_rgb(ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION, 1) != 1 else image)
     except MediaError:
         raise
     except Exception as problem:  # decoders raise whatever they like on corrupt data
         raise MediaError(f"image cannot be read ({_told(problem)})") from None
+
+
+def _check_size(width: int, height: int) -> None:
+    from PIL import Image
+
+    if not width or not height:
+        raise MediaError("an image without pixels")
+    if width * height > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise MediaError(f"image of {width} x {height} pixels is a decompression bomb")
 
 
 def _as_pil(value, folder, access):
@@ -76,15 +85,23 @@ def _as_pil(value, folder, access):
     return Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
 
 
-def _array_to_pil(value):
+def _image_array(value):
+    """An array [H, W] or [H, W, 1|3|4] of any number type."""
     import numpy as np
-    from PIL import Image
 
     array = np.asarray(value)
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
         array = np.moveaxis(array, 0, -1)
     if array.ndim not in (2, 3) or 0 in array.shape or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)):
         raise MediaError(f"an array of shape {tuple(array.shape)} is no image")
+    return array
+
+
+def _array_to_pil(value):
+    import numpy as np
+    from PIL import Image
+
+    array = _image_array(value)
     if array.dtype == bool:
         array = array * np.uint8(255)
     elif array.dtype != np.uint8:
@@ -105,7 +122,7 @@ def _to_rgb(image):
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _to_eight_bits(samples):
@@ -129,6 +146,7 @@ def _to_eight_bits(samples):
     return ((values.clip(bottom, top) - bottom) * (255.0 / (top - bottom))).round().astype(np.uint8)
 
 
+@silent_stderr()
 def open_audio(
     value: Any,
     rate: int,
@@ -176,40 +194,45 @@ def open_audio(
 
 def _decode_audio(value, max_seconds, folder, access):
     """(samples [n] or [n, channels] float32, rate, seconds of the whole clip)."""
+    value = _decoded(value)
+    if rate := _array_rate(value):
+        samples = _audio_array(value["array"])
+        wanted = len(samples) if max_seconds is None else int(max_seconds * rate) + 1
+        return samples[:wanted], rate, len(samples) / rate
+    return _decode_file(_content(value, folder, access), max_seconds)
+
+
+def _decoded(value):
+    """The `datasets` audio decoder (`datasets.Audio` with decode=True) as an array with its rate."""
     import numpy as np
 
-    if hasattr(value, "get_all_samples"):  # datasets.Audio with decode=True
-        decoded = value.get_all_samples()
-        value = {"array": np.asarray(decoded.data).T, "sampling_rate": decoded.sample_rate}
+    if not hasattr(value, "get_all_samples"):
+        return value
+    decoded = value.get_all_samples()
+    return {"array": np.asarray(decoded.data).T, "sampling_rate": decoded.sample_rate}
+
+
+def _array_rate(value) -> int | None:
+    """The rate of a clip that is given as an array; None for a file or bytes."""
     if isinstance(value, Mapping) and value.get("array") is not None:
         if not value.get("sampling_rate"):
             raise MediaError("an audio array without its sampling_rate")
-        samples, rate = _audio_array(value["array"]), int(value["sampling_rate"])
+        rate = int(value["sampling_rate"])
         if not 0 < rate < 10_000_000:
             raise MediaError(f"a sampling rate of {rate} Hz")
-        wanted = len(samples) if max_seconds is None else int(max_seconds * rate) + 1
-        return samples[:wanted], rate, len(samples) / rate
+        return rate
     if hasattr(value, "__array__") or (isinstance(value, list | tuple) and value):
         raise MediaError('a bare audio array has no rate: give {"array", "sampling_rate"}')
-    content = _content(value, folder, access)
-    return _decode_file(content, max_seconds)
+    return None
 
 
 def _decode_file(content: bytes | Path, max_seconds):
     """Decode with soundfile, and what soundfile cannot read (m4a, webm, ...) with librosa's other backends."""
-    import soundfile
-
-    def stream():
-        return io.BytesIO(content) if isinstance(content, bytes) else content
-
-    try:
-        with soundfile.SoundFile(stream()) as file:
+    with _sound_file(content) as file:
+        if file is not None:
             wanted = -1 if max_seconds is None else int(max_seconds * file.samplerate) + 1
             samples = file.read(frames=wanted, dtype="float32", always_2d=True)
             return samples, file.samplerate, max(file.frames, len(samples)) / file.samplerate
-    except soundfile.LibsndfileError as problem:
-        if isinstance(content, bytes) or content.suffix.lower() in (".wav", ".flac", ".ogg", ".mp3"):
-            raise MediaError(f"audio cannot be read ({_told(problem)})") from None
     import librosa
 
     with warnings.catch_warnings():
@@ -218,13 +241,24 @@ def _decode_file(content: bytes | Path, max_seconds):
     return samples.T, int(rate), samples.shape[-1] / rate
 
 
+def _sound_file(content: bytes | Path):
+    """A context with the opened `soundfile.SoundFile`, or with None for a kind of file that it does not know."""
+    import soundfile
+
+    try:
+        return soundfile.SoundFile(io.BytesIO(content) if isinstance(content, bytes) else content)
+    except soundfile.LibsndfileError as problem:
+        if isinstance(content, bytes) or content.suffix.lower() in (".wav", ".flac", ".ogg", ".mp3"):
+            raise MediaError(f"audio cannot be read ({_told(problem)})") from None
+        return contextlib.nullcontext()
+
+
 def _audio_array(value):
     """Samples [n] or [n, channels] in float32; integers are scaled by their type's range."""
     import numpy as np
 
     samples = np.asarray(value)
-    if samples.ndim not in (1, 2):
-        raise MediaError(f"an array of shape {tuple(samples.shape)} is no audio")
+    _sample_count(samples)  # refuses what is no clip
     if samples.ndim == 2 and samples.shape[0] < samples.shape[1]:  # [channels, n]
         samples = samples.T
     if samples.dtype == np.uint8:
@@ -243,6 +277,16 @@ def _audio_array(value):
     if peak > 8:
         raise MediaError(f"float audio samples up to {peak:.0f}: scale them to -1..1")
     return samples.astype(np.float32)
+
+
+def _sample_count(array) -> int:
+    """Samples in an array [n], [n, channels] or [channels, n]."""
+    import numpy as np
+
+    shape = np.shape(array)
+    if len(shape) not in (1, 2):
+        raise MediaError(f"an array of shape {shape} is no audio")
+    return max(shape) if all(shape) else 0
 
 
 # ---- where the bytes come from

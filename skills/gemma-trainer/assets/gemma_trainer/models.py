@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from .errors import CannotLoad, EnvironmentUnfit, UsageError
-from .families import family_of_config
+from .families import family_of_config, family_of_processor
 
 PARTS = ("language", "vision", "audio")
 
@@ -18,7 +18,10 @@ def load_config(name: str):
 
     Raises:
         CannotLoad: not found, gated, offline, or not a supported Gemma; the message says what to do.
+        EnvironmentUnfit: its family needs a package that is not installed.
     """
+    from importlib.util import find_spec
+
     from transformers import AutoConfig
 
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
@@ -27,7 +30,11 @@ def load_config(name: str):
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as problem:
         raise CannotLoad(_advice(name, problem)) from None
-    return config, family_of_config(config)
+    family = family_of_config(config)
+    for package in family.needs:
+        if find_spec(package) is None:
+            raise EnvironmentUnfit(f"{name} is a {family.name} model, which needs a package: pip install {package}")
+    return config, family
 
 
 def load_processor(name: str, config):
@@ -45,6 +52,12 @@ def load_processor(name: str, config):
         raise CannotLoad(f"no processor can be loaded from {name} ({_first_line(problem)})") from None
     if not text_only and not hasattr(processor, "tokenizer"):
         raise CannotLoad(f"{name} has a tokenizer but no processor (processor_config.json): copy the model's own there")
+    family = family_of_config(config)
+    if not text_only and family_of_processor(processor) is not family:
+        raise CannotLoad(
+            f"{name} is a {family.name} model, but its processor is a {type(processor).__name__} instead of a "
+            f"{family.processor}: copy the model's own processor_config.json there"
+        )
     return processor
 
 
@@ -123,7 +136,7 @@ def lora_modules(model, targets: str) -> str | list[str]:
     family = family_of_config(model.config)
     linear = _linear_names(model)
     matching = {part: re.compile(pattern) for part, pattern in family.lora_targets.items()}
-    present = [part for part in PARTS if any(map(matching[part].fullmatch, linear))]
+    present = [part for part in PARTS if part in matching and any(map(matching[part].fullmatch, linear))]
     names = [name.strip() for name in targets.split(",")]
     names = present if "all" in names else names
     if all(name in PARTS for name in names):

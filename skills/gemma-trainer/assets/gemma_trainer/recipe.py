@@ -136,11 +136,13 @@ def steps_of(config, rows: int) -> int:
 
 def make_sft_trainer(config, run: Run, model, processor, data: Data, collators):
     """The trainer of a supervised run."""
+    from .batching import workers_for
     from .callbacks import MetricsFile, Progress, StopOnDivergence
     from .precision import choose
     from .trainers import GemmaSFTTrainer, sft_arguments
 
     precision = choose(config.precision)
+    workers = workers_for(precision.device, bool(data.first)) if config.num_workers is None else config.num_workers
     checkpointing = config.gradient_checkpointing
     args = sft_arguments(
         run.folder,
@@ -156,7 +158,7 @@ def make_sft_trainer(config, run: Run, model, processor, data: Data, collators):
         save_steps=config.save_steps,
         eval_steps=config.eval_steps,
         evaluate=data.eval_rows is not None,
-        workers=config.num_workers,
+        workers=workers,
         report_to=list(config.report_to),
         checkpointing=checkpointing == "on" or (checkpointing == "auto" and precision.device != "cpu"),
     )
@@ -249,13 +251,19 @@ def collected(run: Run, trainer) -> dict:
     losses = [entry["loss"] for entry in run.metrics() if "loss" in entry]
     if losses:  # the trainer's own mean leaves out the steps before a resumed checkpoint
         metrics["train_loss"] = sum(losses) / len(losses)
+    seconds = trainer.seconds()
     return {
         "steps": trainer.state.global_step,
         "counters": dict(trainer.counts),
         "problems": [f"{row}: {reason}" for row, reason in trainer.problems],
         "lengths": trainer.lengths,
         "metrics": metrics,
-        "timing": {"train_s": round(trainer.seconds(), 1)},
+        "timing": {
+            "train_s": round(seconds, 1),
+            "data_wait_s": round(trainer.waited, 1),
+            "data_wait_share": round(trainer.waited / max(seconds, 1e-9), 3),
+            "workers": trainer.args.dataloader_num_workers,
+        },
     }
 
 

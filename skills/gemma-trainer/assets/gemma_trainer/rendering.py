@@ -8,15 +8,26 @@ ordinary characters, so that it can neither open a turn nor become a media slot,
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from .errors import RowError
-from .families import Family, tokenizer_of
+from .families import MEDIA_TOKENS, Family, tokenizer_of
 from .rows import Row, strings_in
-from .slots import is_blank
+from .slots import blocks_of, is_blank
 
-PRIVATE_USE = range(0xE000, 0xF8FD)
-MARK = "\uf8fd\uf8fe"  # private use: marks the messages that are not trained, in a second rendering
+PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters that mean nothing; nearly no text has them
+# What a chat template is asked about, to learn what it does.
+ASKED = {"role": "user", "content": "x"}
+ANSWERED = {"role": "assistant", "content": "y"}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "zwei", "arguments": {}}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "y"}
+_BEFORE = {"system": [], "developer": [], "user": [], "assistant": [ASKED], "tool": [ASKED, CALLED]}
+_AFTER = {"system": [ASKED], "developer": [ASKED]}
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class Renderer:
         thinking: "on" or "off" set the template's thinking switch; "auto" sets it for rows whose reasoning is rendered.
 
     Raises:
-        RowError: by `render`, when the template refuses a row.
+        RowError: by `render`, when the template refuses a row, or has no place for the tools that it brings.
     """
 
     def __init__(self, processor, family: Family, thinking: str = "auto"):
@@ -53,30 +64,46 @@ class Renderer:
         added = self.tokenizer.added_tokens_decoder.values()
         control = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         control |= {marker for marker in (family.turn_start, family.turn_end, family.channel) if marker}
+        names = {name for kind in family.slots for name in MEDIA_TOKENS[kind]}
+        control |= {getattr(self.tokenizer, name) for name in names if getattr(self.tokenizer, name, None)}
+        slots = {getattr(self.tokenizer, name, None): kind for kind, name in family.slots.items()}
+        self.slots = {token: kind for token, kind in slots.items() if token}
+        self.slot = re.compile("|".join(map(re.escape, self.slots)) or r"(?!)")
         self.control_ids = {token: self.tokenizer.convert_tokens_to_ids(token) for token in control}
         longest_first = sorted(control, key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, longest_first)))
         self.first_letters = sorted({token[0] for token in control})
+        self.joined_roles = frozenset(role for role in _BEFORE if self.template and self._garbles_blocks(role))
+        self.shows_tools = bool(self.template) and self._shows_tools()
 
     # -- text
 
     def render(self, row: Row, marked: bool = False) -> Rendered:
-        """Render a row; with `marked`, every message that is not to be trained carries `MARK` in its text."""
+        """Render a row; with `marked`, the assistant messages carry their `marks` in their texts."""
         if row.text is not None:
             return Rendered(row.name, row.text, restore={}, raw=True)
-        messages, tools = [_for_template(m, marked) for m in row.messages], row.tools
+        marks, tools = self.marks(row) if marked else {}, row.tools
+        messages = [self._for_template(message, marks.get(i)) for i, message in enumerate(row.messages)]
+        if not self.shows_tools and (tools or any("tool_calls" in message for message in messages)):
+            raise RowError(row.name, "tools or tool calls in the row, which the model's chat template does not show")
         hidden = self._hide(row.name, (messages, tools))
         (messages, tools), restore = hidden if hidden else ((messages, tools), None)
-        reasons = any("reasoning" in message for message in messages)
+        reasons = self.family.channel is not None and any("reasoning" in message for message in messages)
         thinking = self.thinking == "on" or (self.thinking == "auto" and reasons)
         text = self._apply(row.name, messages, tools, thinking)
         if thinking and self.thinking == "auto" and self.family.channel not in text:
             thinking, text = False, self._apply(row.name, messages, tools, False)
         return Rendered(row.name, text, restore, thinking)
 
+    def marks(self, row: Row) -> dict[int, str]:
+        """A character for each of a row's assistant messages, by position, that no text of the row has."""
+        positions = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+        letters = _unused(row.name, strings_in((row.messages, row.tools)), len(positions))
+        return dict(zip(positions, letters, strict=True))
+
     def generation_prompt(self, row: Row, count: int, thinking: bool) -> str:
         """The prompt that the template makes of the row's first `count` messages for the model to go on from."""
-        messages = [_for_template(m) for m in row.messages[:count]]
+        messages = [self._for_template(m) for m in row.messages[:count]]
         return self._apply(row.name, messages, row.tools, thinking, add_generation_prompt=True)
 
     def _apply(self, name: str, messages: list[dict], tools, thinking: bool, **options) -> str:
@@ -92,31 +119,81 @@ class Renderer:
         except Exception as problem:  # Jinja, and the template's own raise_exception
             raise RowError(name, f"the chat template refuses the row ({type(problem).__name__}: {problem})") from None
 
+    def _for_template(self, message: dict, mark: str | None = None) -> dict:
+        """A canonical message as the template takes it: without our own keys, with both names of reasoning."""
+        shown = {key: value for key, value in message.items() if key != "train"}
+        if "reasoning" in shown:
+            shown["reasoning_content"] = shown["reasoning"]
+        if mark:
+            shown |= _marked(shown, mark)
+        blocks = shown["content"]
+        if message["role"] in self.joined_roles and all(block["type"] == "text" for block in blocks_of(blocks)):
+            shown["content"] = "".join(block["text"] for block in blocks_of(blocks))
+        return shown
+
+    def _garbles_blocks(self, role: str) -> bool:
+        """Whether the template loses text blocks of a role, or shows them as a Python list; strings it can show."""
+        blocks = [{"type": "text", "text": "Uno"}, {"type": "text", "text": "Dos"}]
+        message = {"role": role, "content": blocks, "tool_call_id": "1"}
+        try:
+            text = self._apply("the probe", [*_BEFORE[role], message, *_AFTER.get(role, [])], None, False)
+        except RowError:
+            return True
+        return not ("Uno" in text and "Dos" in text) or "'type'" in text
+
+    def _shows_tools(self) -> bool:
+        tool = {"type": "function", "function": {"name": "zwei", "description": "", "parameters": {}}}
+        try:
+            told = self._apply("the probe", [ASKED], [tool], False)
+            called = self._apply("the probe", [ASKED, CALLED], None, False)
+        except RowError:
+            return False
+        return "zwei" in told and "zwei" in called
+
     def _hide(self, name: str, value):
         """Swap the letters control tokens begin with for private-use ones, if the row may spell a control token.
 
-        The texts of neighbouring blocks are looked at joined, too: a template may put them side by side.
+        Each role's texts are looked at joined, too: a template may put neighbours side by side.
         Returns (value, restore), or None where there is nothing to hide.
         """
-        strings = [*strings_in(value), *_joined_blocks(value[0])]
-        if not any(map(self.control.search, strings)):
+        strings = list(strings_in(value))
+        if not any(letter in text for letter in self.first_letters for text in strings):
             return None
-        taken = set().union(*strings)
-        free = [chr(code) for code in PRIVATE_USE if chr(code) not in taken][: len(self.first_letters)]
-        if len(free) < len(self.first_letters):
-            raise RowError(name, "text that uses every private-use character beside control tokens")
+        if not any(map(self.control.search, [*strings, *_joined(value[0])])):
+            return None
+        free = _unused(name, strings, len(self.first_letters))
         swap = dict(zip(self.first_letters, free, strict=True))
         restore = {ord(stand_in): letter for letter, stand_in in swap.items()}
         return _translate(value, str.maketrans(swap)), restore
 
     # -- tokens
 
+    def slots_in(self, rendered: Rendered) -> list[str]:
+        """The kinds of media that the template's text has slots for, in order."""
+        return [] if rendered.raw else [self.slots[token] for token in self.slot.findall(rendered.text)]
+
+    def fill(self, rendered: Rendered, media: list[str]) -> Rendered:
+        """The rendering with its slots, in order, replaced by the texts of `media`.
+
+        It is done before tokenizing, since a family may put line breaks around its media, and those join with others.
+        """
+        texts = iter(media)
+        return replace(rendered, text=self.slot.sub(lambda _: next(texts), rendered.text)) if media else rendered
+
     def encode(self, rendered: list[Rendered]) -> list[list[int]]:
-        """Token ids of each rendering, one BOS first. Media slots are still one token each."""
+        """Token ids of each rendering, one BOS first. A run of media soft tokens is still one token."""
         plain = [r for r in rendered if r.restore is None]
         texts = [r.text for r in plain]
-        ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ())
+        ids = iter(self._encode_batch(texts) if texts else ())
         return [self._one_bos(next(ids) if r.restore is None else self._encode_hidden(r)) for r in rendered]
+
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of texts whose control tokens are meant, without the offsets that nobody asks for."""
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = False
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _encode_hidden(self, rendered: Rendered) -> list[int]:
         """Encode text whose only control tokens are the template's own; all other pieces are ordinary characters."""
@@ -147,34 +224,33 @@ class Renderer:
         return [bos, *ids[start:]]
 
 
-def _for_template(message: dict, marked: bool = False) -> dict:
-    """A canonical message as templates take it: without our own keys, with both names of reasoning."""
-    shown = {key: value for key, value in message.items() if key != "train"}
-    if "reasoning" in shown:
-        shown["reasoning_content"] = shown["reasoning"]
-    if marked and message.get("train") is False:
-        shown |= _marked(shown)
-    return shown
-
-
-def _marked(message: dict) -> dict:
-    """The message with `MARK` before its texts and call names. Blank content beside calls stays as it is: templates
+def _marked(message: dict, mark: str) -> dict:
+    """The message with `mark` before its texts and call names. Blank content beside calls stays as it is: templates
     look whether there is any."""
     content, calls = message["content"], message.get("tool_calls", [])
     if not calls or not is_blank(content):
-        content = MARK + content if isinstance(content, str) else [{"type": "text", "text": MARK}, *content]
-    calls = [call | {"function": call["function"] | {"name": MARK + call["function"]["name"]}} for call in calls]
-    marks = {key: MARK + message[key] for key in ("reasoning", "reasoning_content") if key in message}
-    return marks | {"content": content} | ({"tool_calls": calls} if calls else {})
+        content = mark + content if isinstance(content, str) else [{"type": "text", "text": mark}, *content]
+    calls = [call | {"function": call["function"] | {"name": mark + call["function"]["name"]}} for call in calls]
+    marked = {key: mark + message[key] for key in ("reasoning", "reasoning_content") if key in message}
+    return marked | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
-def _joined_blocks(messages: list[dict]):
-    """The texts of each message's blocks as a template may join them: as they are, and trimmed."""
-    for message in messages:
-        if isinstance(message["content"], list):
-            texts = [block["text"] for block in message["content"] if block["type"] == "text"]
-            yield "".join(texts)
-            yield "".join(map(str.strip, texts))
+def _unused(name: str, strings, count: int) -> list[str]:
+    """`count` private-use characters that are in none of the strings."""
+    taken = set().union(*strings)
+    free = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in taken), count))
+    if len(free) < count:
+        raise RowError(name, "text that uses too many private-use characters")
+    return free
+
+
+def _joined(messages: list[dict]):
+    """The texts of each role as a template may join them: as they are, and trimmed."""
+    for role in {message["role"] for message in messages}:
+        blocks = [block for m in messages if m["role"] == role for block in blocks_of(m["content"])]
+        texts = [block["text"] for block in blocks if block["type"] == "text"]
+        yield "".join(texts)
+        yield "".join(map(str.strip, texts))
 
 
 def _translate(value, table):

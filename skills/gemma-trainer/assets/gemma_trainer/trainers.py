@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 import transformers
 import trl
 
+from .batching import LengthGroupedSampler
 from .collator import Batch, MultimodalCollator
 from .errors import DataError
 from .files import write_whole
@@ -20,6 +22,7 @@ from .losses import trl_scores_trained_only, use_chunked_loss
 from .stats import add_counts
 
 COLLECTED = "collected.json"  # in each checkpoint: what the collator did so far
+LENGTHS = "lengths.npy"  # in each checkpoint: the lengths of rows as the sampler knows them
 MAX_NAMED = 1000  # problems kept by name
 MAX_LENGTHS = 20_000  # row lengths kept for the report's histogram
 
@@ -29,9 +32,10 @@ class GemmaSFTTrainer(trl.SFTTrainer):
 
     Loss and evaluation loss are means over trained tokens, whatever the batch sizes and the accumulation; logits are
     made at trained positions only; a step with nothing trained has loss 0. Checkpoints appear whole or not at all.
+    Rows of near-equal lengths are trained together (see `batching.LengthGroupedSampler`).
 
-    `counts`, `problems` and `lengths` (tokens a row) add up over the batches that were trained on, those before a
-    resumed checkpoint included.
+    `counts`, `problems`, `lengths` (tokens a row) and `waited` (seconds spent waiting for batches) add up over the
+    batches that were trained on, those before a resumed checkpoint included.
 
     Args:
         rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`.
@@ -47,6 +51,7 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         self.counts: dict[str, int] = {}
         self.problems: list[tuple[str, str]] = []
         self.lengths: list[int] = []
+        self.waited = 0.0
         self.max_bad_media = max_bad_media
         self._before, self._began = 0.0, time.monotonic()
         self._eval_collator = eval_collator or collator
@@ -59,10 +64,16 @@ class GemmaSFTTrainer(trl.SFTTrainer):
             train_dataset=datasets.Dataset.from_dict({"row": [""]}),
             eval_dataset=eval_rows,
             processing_class=processor,
-            callbacks=[BadMediaStop(self), *(callbacks or [])],
+            callbacks=[BadMediaStop(self), EpochTeller(self), *(callbacks or [])],
         )
         self.remove_callback(transformers.PrinterCallback)
         self.train_dataset = rows
+        self.sampler = LengthGroupedSampler(
+            len(rows),
+            self.args.train_batch_size * self.args.world_size,
+            lambda indices: collator.lengths([rows[index] for index in indices]),
+            self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        )
         # Gemma 4 says accepts_loss_kwargs=False; with the losses used here accumulation is token-weighted.
         self.model_accepts_loss_kwargs = True
         self._own_loss = not trl_scores_trained_only(self.args.device.type)
@@ -76,6 +87,23 @@ class GemmaSFTTrainer(trl.SFTTrainer):
     def seconds(self) -> float:
         """How long training took up to now, with what was trained before a resumed checkpoint."""
         return self._before + time.monotonic() - self._began
+
+    # -- batches
+
+    def _get_train_sampler(self, train_dataset=None):
+        return self.sampler
+
+    def get_batch_samples(self, epoch_iterator, *args, **kwargs):
+        return super().get_batch_samples(self._timed(epoch_iterator), *args, **kwargs)
+
+    def _timed(self, batches):
+        while True:
+            began = time.monotonic()
+            batch = next(batches, None)
+            self.waited += time.monotonic() - began
+            if batch is None:
+                return
+            yield batch
 
     # -- loss
 
@@ -141,11 +169,13 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         return output
 
     def get_eval_dataloader(self, eval_dataset=None):
-        training, self.data_collator = self.data_collator, self._eval_collator
+        training = self.data_collator, self.args.dataloader_persistent_workers
+        # Persistent workers would wait in memory between evaluations, and go on with the rows they were started with.
+        self.data_collator, self.args.dataloader_persistent_workers = self._eval_collator, False
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
-            self.data_collator = training
+            self.data_collator, self.args.dataloader_persistent_workers = training
 
     # -- checkpoints
 
@@ -158,10 +188,9 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         try:
             transformers.Trainer._save_checkpoint(self, model, trial)
             if self.args.should_save:
-                write_whole(
-                    unfinished / name / COLLECTED,
-                    json.dumps([self.counts, self.problems, self.lengths, self.seconds()]),
-                )
+                collected = [self.counts, self.problems, self.lengths, self.seconds(), self.waited]
+                write_whole(unfinished / name / COLLECTED, json.dumps(collected))
+                np.save(unfinished / name / LENGTHS, self.sampler.lengths)
         finally:
             self.args.output_dir, self.args.save_total_limit = str(final), limit
         self.accelerator.wait_for_everyone()
@@ -169,15 +198,22 @@ class GemmaSFTTrainer(trl.SFTTrainer):
             shutil.rmtree(final / name, ignore_errors=True)
             os.replace(unfinished / name, final / name)
             shutil.rmtree(unfinished, ignore_errors=True)
-            for old in checkpoints(final)[: -limit if limit else None]:
+            for old in checkpoints(final)[:-limit] if limit else ():
                 shutil.rmtree(old, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         """Where the trainer takes up a checkpoint's state, take up what was collected before it, too."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and (path := Path(checkpoint) / COLLECTED).is_file():
-            self.counts, self.problems, self.lengths, self._before = json.loads(path.read_text(encoding="utf-8"))
+        if checkpoint is None:
+            return
+        if (path := Path(checkpoint) / COLLECTED).is_file():
+            collected = json.loads(path.read_text(encoding="utf-8"))
+            self.counts, self.problems, self.lengths, self._before, self.waited = collected
+        if (path := Path(checkpoint) / LENGTHS).is_file():
+            known = np.load(path)
+            if known.shape == self.sampler.lengths.shape:
+                self.sampler.lengths = known
 
 
 class BadMediaStop(transformers.TrainerCallback):
@@ -189,6 +225,16 @@ class BadMediaStop(transformers.TrainerCallback):
     def on_epoch_end(self, args, state, control, **kwargs):
         if abs(state.epoch - round(state.epoch)) < 1e-6:  # not where --max-steps ends the run within an epoch
             self.trainer.check_media()
+
+
+class EpochTeller(transformers.TrainerCallback):
+    """Tells the sampler which epoch begins: with several ranks, nobody else does in the epoch that a run resumes in."""
+
+    def __init__(self, trainer: GemmaSFTTrainer):
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.trainer.sampler.set_epoch(int(state.epoch or 0))
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -208,6 +254,7 @@ def sft_arguments(
     Args:
         precision: a `precision.Precision`.
         steps: optimizer steps of the whole run, from which logging, saving and evaluation intervals are taken.
+        workers: processes that prepare batches ahead, enough of them for the next optimizer step.
     """
     often = max(1, steps // 10)
     return trl.SFTConfig(
@@ -234,7 +281,11 @@ def sft_arguments(
         gradient_checkpointing_kwargs={"use_reentrant": False},
         remove_unused_columns=False,
         dataloader_num_workers=workers,
+        dataloader_persistent_workers=workers > 0,
+        # The batches of an optimizer step are taken all at once.
+        dataloader_prefetch_factor=1 + -(-grad_accum // workers) if workers else None,
         dataloader_pin_memory=precision.device == "cuda",
+        accelerator_config={"non_blocking": precision.device == "cuda"},
         ddp_find_unused_parameters=True,
         logging_strategy="steps",
         logging_steps=max(1, steps // 200),
