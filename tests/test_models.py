@@ -106,5 +106,5 @@ def test_a_model_that_cannot_be_reached_says_what_to_do(name):
 
 def test_a_model_of_another_kind(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(CannotLoad, match="'bert' is not supported; supported: gemma4"):
+    with pytest.raises(CannotLoad, match="'bert' is not supported; supported: gemma3, gemma3_text, gemma3n, gemma4"):
         models.load_config(str(tmp_path))

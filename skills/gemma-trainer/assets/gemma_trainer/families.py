@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from .errors import CannotLoad
 
-KINDS = ("image", "audio")
 # The tokenizer's attributes that name a medium's begin, soft and end token; all families use the same names.
 MEDIA_TOKENS = {
     "image": ("boi_token", "image_token", "eoi_token"),

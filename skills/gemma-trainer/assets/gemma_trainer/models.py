@@ -203,12 +203,13 @@ def describe_trained(model) -> dict:
     for name in adapted:
         part = next((part for part, keys in towers.items() if any(key in name for key in keys)), "language")
         parts[part] += 1
-    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return {
-        "trainable_parameters": sum(n for n, trains in counts if trains),
-        "total_parameters": sum(n for n, _ in counts),
-        "trains": ", ".join(f"LoRA on {n} {part} layers" for part, n in parts.items() if n) or "all weights",
-    }
+    counts = [(p.numel(), p.requires_grad, ".experts." in name) for name, p in model.named_parameters()]
+    total, trainable = sum(n for n, _, _ in counts), sum(n for n, trains, _ in counts if trains)
+    trains = ", ".join(f"LoRA on {n} {part} layers" for part, n in parts.items() if n) or "all weights"
+    # A mixture's experts are three-dimensional parameters, no linear layers.
+    if frozen := sum(n for n, trains_too, expert in counts if expert and not trains_too):
+        trains += f" (not on the experts, {frozen / total:.0%} of all weights)"
+    return {"trainable_parameters": trainable, "total_parameters": total, "trains": trains}
 
 
 def _advice(name: str, problem: Exception) -> str:
