@@ -357,3 +357,28 @@ def test_a_batch_of_rows_that_were_all_left_out_counts_no_row(processor, model):
     collator = MultimodalCollator(processor)
     batch = collator([{"question": "x"}])
     assert (collator.stats.rows, collator.stats.bad_rows) == (0, 1) and (batch["labels"] == -100).all()
+
+
+def test_media_both_in_an_answer_and_in_a_result_are_refused(processor, media):
+    """Templates that show a result's media may put the answer's own behind them."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    look = {"type": "image", "image": str(media / "red.png")}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Look"},
+            {"role": "assistant", "content": [look], "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": [look]},
+            {"role": "assistant", "content": "a"},
+        ]
+    }
+    batch = MultimodalCollator(processor)([row])
+    assert batch.counts["bad_rows"] == 1 and "order" in batch.problems[0][1]
+
+
+def test_the_default_of_several_chat_templates_is_used(processor):
+    import copy
+
+    several = copy.copy(processor)
+    several.chat_template = {"default": processor.chat_template, "rag": "nothing"}
+    rows = [talk("Hi", "Hello")]
+    assert torch.equal(MultimodalCollator(several)(rows)["labels"], MultimodalCollator(processor)(rows)["labels"])

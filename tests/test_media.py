@@ -373,3 +373,15 @@ import sys; sys.path.insert(0, {str(ASSETS)!r}); import gemma_trainer.media_head
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "gemma_trainer.media" in done.stdout
     assert not any(f"'{name}'" in done.stdout for name in ("PIL", "librosa", "soundfile", "numpy", "torch"))
+
+
+def test_an_mp3_that_breaks_off_is_bad():
+    """Its decoder makes do with what is there."""
+    wave = 0.3 * np.sin(np.arange(48000) * 0.1)
+    file = io.BytesIO()
+    soundfile.write(file, wave, 16000, format="MP3")
+    content = file.getvalue()
+    assert len(open_audio(content, 16000)[0]) == 48000
+    assert len(open_audio(content, 16000, 1.0)[0]) == 16000
+    with pytest.raises(MediaError, match="breaks off or is damaged: 1.* of 3.0 s"):
+        open_audio(content[: len(content) // 2], 16000)

@@ -38,9 +38,9 @@ class Gradients(transformers.TrainerCallback):
 
 @pytest.fixture
 def make_trainer(model, processor, tmp_path):
-    def make(rows, eval_rows=None, targets="language", collator_options=None, extra=(), **options):
+    def make(rows, eval_rows=None, targets="language", collator_options=None, extra=(), dropout=0.0, **options):
         torch.manual_seed(0)
-        tuned = models.add_lora(copy.deepcopy(model), targets, 4, 8, 0.0)
+        tuned = models.add_lora(copy.deepcopy(model), targets, 4, 8, dropout)
         torch.manual_seed(1)
         for name, parameter in tuned.named_parameters():
             if "lora_B" in name:  # zero at the start, which would hide the gradient of lora_A
@@ -289,3 +289,22 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(make_trainer, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     expected = weights(unbroken)
     assert all(torch.allclose(p, expected[name], atol=1e-6) for name, p in weights(resumed).items())
+
+
+def test_dropout_does_not_depend_on_workers_or_evaluation(make_trainer):
+    """Workers draw seeds; from the generator that dropout draws from, they would change it from the second epoch on."""
+    losses = {}
+    for workers, evaluated in ((0, False), (2, False), (0, True)):
+        options = dict(epochs=3, max_steps=6, workers=workers, eval_steps=1)
+        trainer = make_trainer(UNEVEN, eval_rows=UNEVEN[:1] if evaluated else None, dropout=0.2, **options)
+        trainer.train()
+        losses[workers, evaluated] = [e["loss"] for e in trainer.state.log_history if "loss" in e]
+    assert losses[0, False] == losses[2, False] == losses[0, True]
+
+
+def test_a_run_of_one_step_changes_the_weights(make_trainer):
+    """A warm-up that begins with a rate of 0 would make it a run of nothing."""
+    trainer = make_trainer(UNEVEN, max_steps=1, steps=1)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    assert all((p.detach() != before[name]).any() for name, p in trainer.model.named_parameters() if p.requires_grad)

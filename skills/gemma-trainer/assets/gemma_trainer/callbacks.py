@@ -14,6 +14,7 @@ import transformers
 from tqdm import tqdm
 
 from .errors import Diverged
+from .files import tell
 
 UNTOLD = (
     "num_tokens",
@@ -111,9 +112,7 @@ class StopOnSignal(transformers.TrainerCallback):
             raise KeyboardInterrupt
         self.exit_code = 128 + number
         if os.getpid() == self._process:  # a worker inherits the handler, and has nothing to tell
-            print(
-                "stopping: a checkpoint is saved after this step (again to stop at once)", file=sys.stderr, flush=True
-            )
+            tell("stopping: a checkpoint is saved after this step (again to stop at once)")
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.exit_code is not None:

@@ -7,6 +7,7 @@ expands their slots, cuts what is too long, pads, and fills the gaps with zero p
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from .media import MediaAccess, open_audio, open_image
 from .media_headers import audio_seconds, image_size
 from .rendering import Rendered, Renderer
 from .rows import Row, read_row
-from .slots import Media
+from .slots import Media, media_in
 from .stats import Stats
 
 CHOICES = {
@@ -46,8 +47,8 @@ class _Slot:
 
     kind: str
     medium: Any = None  # PIL image or float32 samples; None when it was bad
-    tokens: list[int] = field(default_factory=list)  # its soft tokens: of the image, and of each crop of it
-    lines: list[int] = field(default_factory=list)  # where it, and its crops, stand in the tensors
+    tokens: int | None = None  # its soft tokens; None when it was bad
+    line: int = -1  # where it stands in the tensors
     run: tuple[int, int] = (0, 0)  # where its tokens stand in the row
     kept: bool = True
 
@@ -68,7 +69,7 @@ class _Item:
     def lines(self, kind: str) -> list[int | None]:
         """Where the row's media of a kind stand in the tensors; None for those that could not be read."""
         slots = [slot for slot in self.slots if slot.kind == kind and slot.kept]
-        return [line for slot in slots for line in ([None] if slot.medium is None else slot.lines)]
+        return [None if slot.medium is None else slot.line for slot in slots]
 
 
 class MultimodalCollator:
@@ -169,7 +170,7 @@ class MultimodalCollator:
         """How many tokens each row will take, its media worked out from their headers, without decoding any.
 
         A row that cannot be read counts as one token, a medium that cannot be read as none; a generation prompt's tail
-        is left out.
+        is left out, and a medium that the cut meets counts up to the cut.
         """
         read: list[tuple[Rendered, list[_Slot]] | None] = []
         for position, raw in enumerate(rows):
@@ -180,23 +181,24 @@ class MultimodalCollator:
             except RowError:
                 read.append(None)
         encoded = iter(self.renderer.encode([found[0] for found in read if found]))
-        lengths = [
-            len(next(encoded)) + sum(n - 1 for slot in found[1] for n in slot.tokens) if found else 1 for found in read
-        ]
+        media = [sum(slot.tokens - 1 for slot in found[1] if slot.tokens is not None) if found else 0 for found in read]
+        lengths = [len(next(encoded)) + more if found else 1 for found, more in zip(read, media, strict=True)]
         return [length if self.max_length is None else min(length, self.max_length) for length in lengths]
 
-    def _tokens_from_header(self, row: Row, medium: Media) -> list[int]:
+    def _tokens_from_header(self, row: Row, medium: Media) -> int | None:
         try:
             if medium.kind not in self.modalities:
-                return []
+                return None
             if medium.kind == "image":
                 size = image_size(medium.value, row.folder, self.access)
                 return image_tokens(self.processor, self.family, *size)
             seconds = audio_seconds(medium.value, row.folder, self.access)
-            samples = round(seconds * self.processor.feature_extractor.sampling_rate)
+            samples = math.ceil(
+                round(seconds * self.processor.feature_extractor.sampling_rate, 3)
+            )  # as resampling does
             return clip_tokens(self.processor, self.family, samples)
         except (MediaError, ValueError):
-            return []
+            return None
 
     # -- rows and media
 
@@ -254,10 +256,8 @@ class MultimodalCollator:
             slots = [s for item in items for s in item.slots if s.kind == kind and s.medium is not None]
             if slots:
                 tensors[kind], tokens = make(self.processor, self.family, [slot.medium for slot in slots])
-                line = 0
-                for slot, counts in zip(slots, tokens, strict=True):
-                    slot.tokens, slot.lines = counts, list(range(line, line + len(counts)))
-                    line += len(counts)
+                for line, (slot, count) in enumerate(zip(slots, tokens, strict=True)):
+                    slot.tokens, slot.line = count, line
         return tensors
 
     # -- tokens and labels
@@ -278,6 +278,10 @@ class MultimodalCollator:
         return [item for item in items if item.tokens is not None]
 
     def _render(self, row: Row, slots: list[_Slot]) -> Rendered:
+        """Render a row whose media stand in the template's text in the order of the row."""
+        holders = {message["role"] for message in row.messages if media_in(message)} if slots else set()
+        if {"assistant", "tool"} <= holders:
+            raise RowError(row.name, "media both in an answer and in a tool result, whose order templates may change")
         rendered = self.renderer.render(row)
         if (found := self.renderer.slots_in(rendered)) != [slot.kind for slot in slots]:
             raise RowError(
@@ -288,7 +292,7 @@ class MultimodalCollator:
         return rendered
 
     def _media_texts(self, slots: list[_Slot]) -> list[str]:
-        return [media_text(self.processor, self.family, slot.kind, len(slot.tokens)) for slot in slots]
+        return ["" if slot.tokens is None else media_text(self.processor, self.family, slot.kind) for slot in slots]
 
     def _expand(self, item: _Item, labelled: Labelled) -> None:
         """Repeat each run's one soft token as often as the medium has soft tokens."""
@@ -296,20 +300,18 @@ class MultimodalCollator:
         if not item.slots:
             item.tokens = np.stack([ids, np.where(labelled.trained, ids, IGNORE), np.zeros_like(ids)])
             return
+        readable = [slot for slot in item.slots if slot.tokens is not None]
         times, types = np.ones_like(ids), np.zeros_like(ids)
         trained = labelled.trained & (not item.bad)
         at = np.flatnonzero(np.isin(ids, list(self.soft_tokens.values())))
-        times[at] = [count for slot in item.slots for count in slot.tokens]
+        times[at] = [slot.tokens for slot in readable]
         for kind, token in self.soft_tokens.items():
             types[ids == token] = families.TYPE_IDS[kind]
         for beside in (-1, 0, 1):  # the begin and end token stand beside the soft one
             trained[at + beside] = False
         ends = np.cumsum(times)
-        first = 0
-        for slot in item.slots:
-            if slot.tokens:
-                last = first + len(slot.tokens) - 1
-                slot.run, first = (int(ends[at[first] - 2]), int(ends[at[last] + 1])), last + 1
+        for slot, position in zip(readable, at.tolist(), strict=True):
+            slot.run = int(ends[position - 2]), int(ends[position + 1])
         item.tokens = np.repeat(np.stack([ids, np.where(trained, ids, IGNORE), types]), times, axis=1)
 
     def _truncate(self, item: _Item, counts) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -44,7 +45,10 @@ def is_disk_full(problem: BaseException) -> bool:
     """Whether an error means that a file could not grow; safetensors and torch say so in their own words."""
     if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return True
-    words = r"No space left|File too large|quota exceeded|PytorchStreamWriter failed|os error (27|28|122)\b"
+    words = (
+        r"No space left|File too large|quota exceeded|PytorchStreamWriter failed|os error (27|28|122)\b"
+        r"|iostream error|inline_container\.cc"
+    )
     return re.search(words, str(problem), re.IGNORECASE) is not None
 
 
@@ -56,13 +60,13 @@ _lock = threading.Lock()
 def silent_stderr():
     """Keep C libraries from writing to the process's stderr: libmpg123 and libtiff tell it of every odd byte they meet.
 
-    What Python reports is not touched, since errors are raised. Safe in threads: the first in turns stderr away, the
-    last out turns it back. Also a decorator: `@silent_stderr()`.
+    Errors are raised all the same. Safe in threads: the first in turns stderr away, the last out turns it back. Also a
+    decorator: `@silent_stderr()`.
     """
     with _lock:
-        _silenced["depth"] += 1
-        if _silenced["depth"] == 1:
+        if _silenced["depth"] == 0:
             _silenced["stderr"] = _turn_away()
+        _silenced["depth"] += 1
     try:
         yield
     finally:
@@ -71,15 +75,28 @@ def silent_stderr():
             if _silenced["depth"] == 0 and _silenced["stderr"] >= 0:
                 os.dup2(_silenced["stderr"], 2)
                 os.close(_silenced["stderr"])
+                _silenced["stderr"] = -1
 
 
 def _turn_away() -> int:
-    """Point file descriptor 2 at nothing; returns a copy of it, or -1 where there is none."""
+    """Point file descriptor 2 at nothing; returns a copy of it, or -1 where that cannot be done."""
+    kept = nowhere = -1
     try:
-        kept = os.dup(2)
-    except OSError:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        return kept
+    except OSError:  # there is none, or no file can be opened any more
+        if kept >= 0:
+            os.close(kept)
         return -1
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
-    return kept
+    finally:
+        if nowhere >= 0:
+            os.close(nowhere)
+
+
+def tell(text: str) -> None:
+    """Write a line to stderr, also while `silent_stderr` has turned it away: for signal handlers."""
+    if _silenced["stderr"] >= 0:
+        os.write(_silenced["stderr"], f"{text}\n".encode())
+    else:
+        print(text, file=sys.stderr, flush=True)

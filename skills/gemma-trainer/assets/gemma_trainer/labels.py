@@ -284,18 +284,17 @@ def find_spans(ids: list[int], markers: Markers) -> list[Span]:
     stops = [m for m in (markers.turn_start, markers.turn_end, markers.response, markers.response_end) if m is not None]
     spans: list[Span] = []
     turn, start, behind = -1, None, ""  # `start` is None outside the model's words
-
     for at in np.flatnonzero(np.logical_or.reduce([tokens == stop for stop in stops])).tolist():
         token = ids[at]
         if token == markers.turn_start:
             if start is not None and at > start:  # a turn that was never closed
                 spans.append(Span(start, at, turn, behind))
-            # The newline behind the header is not looked at: it may be one token with those around a medium.
-            is_model = ids[at : at + len(markers.header)] == markers.header
-            opened = at + len(markers.header) + len(markers.newline)
-            turn, start, behind = turn + is_model, opened if is_model else None, "header"
+            start, behind = None, "header"
+            if ids[at : at + len(markers.header)] == markers.header:
+                # The newline behind is not looked at: it may be one token with those around a medium.
+                turn, start = turn + 1, at + len(markers.header) + len(markers.newline)
         elif token == markers.response_end:
-            if turn >= 0 and start is None and behind == "result":
+            if start is None and behind == "result":
                 start = at + 1
                 while start < len(ids) and ids[start] in markers.media:  # pictures that belong to the result
                     start += 1
@@ -308,11 +307,10 @@ def find_spans(ids: list[int], markers: Markers) -> list[Span]:
         else:  # the end of a turn
             if at > start or behind != "result":
                 spans.append(Span(start, at + 1, turn, behind))
-            follows = (
-                at + 1 + (len(markers.newline) if ids[at + 1 : at + 1 + len(markers.newline)] == markers.newline else 0)
-            )
-            more = follows < len(ids) and ids[follows] != markers.turn_start
-            start, behind = (follows if more else None), "end"
+            start, behind = at + 1, "end"
+            start += len(markers.newline) * (ids[start : start + len(markers.newline)] == markers.newline)
+            if start == len(ids) or ids[start] == markers.turn_start:
+                start = None
     if start is not None and len(ids) > start:
         spans.append(Span(start, len(ids), turn, behind))
     return spans

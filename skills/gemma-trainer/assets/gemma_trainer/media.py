@@ -22,6 +22,7 @@ from .errors import MediaError
 from .files import silent_stderr, user_path
 
 ORIENTATION = 0x0112  # the EXIF tag
+MP3_SLACK = 2 * 1152  # samples of two frames: what encoders add and decoders leave out at the ends
 MIN_SAMPLES = 161  # one frame of 20 ms at 16 kHz, which needs one sample more than its length
 MAX_REMOTE_BYTES = 100 * 2**20
 
@@ -232,6 +233,7 @@ def _decode_file(content: bytes | Path, max_seconds):
         if file is not None:
             wanted = -1 if max_seconds is None else int(max_seconds * file.samplerate) + 1
             samples = file.read(frames=wanted, dtype="float32", always_2d=True)
+            _check_mp3(content, file, samples, wanted)
             return samples, file.samplerate, max(file.frames, len(samples)) / file.samplerate
     import librosa
 
@@ -239,6 +241,20 @@ def _decode_file(content: bytes | Path, max_seconds):
         warnings.simplefilter("ignore")  # librosa announces the backend it falls back to
         samples, rate = librosa.load(content, sr=None, mono=False)
     return samples.T, int(rate), samples.shape[-1] / rate
+
+
+def _check_mp3(content: bytes | Path, file, samples, wanted: int) -> None:
+    """Refuse an MP3 that breaks off or is damaged: its decoder skips what it cannot read, without an error.
+
+    How long it should be is known where the file says so; without such a header its length is a guess.
+    """
+    if file.format != "MP3":
+        return
+    announced = file.frames if wanted < 0 else min(wanted, file.frames)
+    head = content if isinstance(content, bytes) else content.read_bytes()
+    if announced - len(samples) > MP3_SLACK and any(tag in head for tag in (b"Xing", b"Info", b"VBRI")):
+        told, read = announced / file.samplerate, len(samples) / file.samplerate
+        raise MediaError(f"audio breaks off or is damaged: {read:.1f} of {told:.1f} s can be decoded")
 
 
 def _sound_file(content: bytes | Path):

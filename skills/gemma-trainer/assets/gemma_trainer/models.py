@@ -49,7 +49,8 @@ def load_processor(name: str, config):
     try:
         processor = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(name)
     except (OSError, ValueError, KeyError, ImportError) as problem:
-        raise CannotLoad(f"no processor can be loaded from {name} ({_first_line(problem)})") from None
+        needed = "tokenizer.json" if text_only else "tokenizer.json and processor_config.json"
+        raise CannotLoad(f"{name}: copy the model's own {needed} there ({_first_line(problem)})") from None
     if not text_only and not hasattr(processor, "tokenizer"):
         raise CannotLoad(f"{name} has a tokenizer but no processor (processor_config.json): copy the model's own there")
     family = family_of_config(config)
@@ -138,7 +139,7 @@ def lora_modules(model, targets: str) -> str | list[str]:
     matching = {part: re.compile(pattern) for part, pattern in family.lora_targets.items()}
     present = [part for part in PARTS if part in matching and any(map(matching[part].fullmatch, linear))]
     names = [name.strip() for name in targets.split(",")]
-    names = present if "all" in names else names
+    names = present if {"all", "all-linear"} & set(names) else names  # PEFT's word is the second
     if all(name in PARTS for name in names):
         for name in names:
             if name not in present:

@@ -58,7 +58,8 @@ class Renderer:
 
     def __init__(self, processor, family: Family, thinking: str = "auto"):
         self.tokenizer = tokenizer_of(processor)
-        self.template = processor.chat_template
+        templates = processor.chat_template
+        self.template = templates.get("default") if isinstance(templates, dict) else templates
         self.family = family
         self.thinking = thinking
         added = self.tokenizer.added_tokens_decoder.values()

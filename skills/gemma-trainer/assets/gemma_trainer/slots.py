@@ -29,6 +29,11 @@ def is_blank(content) -> bool:
     return all(block["type"] == "text" and not block["text"].strip() for block in blocks_of(content))
 
 
+def media_in(message: dict) -> bool:
+    """Whether a canonical message holds an image or a clip."""
+    return any(block["type"] != "text" for block in blocks_of(message["content"]))
+
+
 def media_columns(fields: Mapping) -> dict[str, list]:
     """The values of a row's `image(s)` and `audio(s)` columns, by kind, in order; None values are absent."""
     columns: dict[str, list] = {"image": [], "audio": []}

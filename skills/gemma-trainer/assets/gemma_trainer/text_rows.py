@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 TURN_STYLES = (("<|turn>", "<turn|>"), ("<start_of_turn>", "<end_of_turn>"))  # Gemma 4, Gemma 3
-UNREADABLE = re.compile(r"<\|(tool|tool_call|tool_response|image|audio|video)\|?>|<start_of_image>|<audio_soft_token>")
+UNREADABLE = re.compile(
+    r"<\|(tool|tool_call|tool_response|image|audio|video)\|?>|<start_of_(image|audio)>|<(image|audio)_soft_token>"
+)
 
 
 def read_turns(text: str) -> list[tuple[str, str]]:
@@ -23,6 +25,7 @@ def read_turns(text: str) -> list[tuple[str, str]]:
         return []
     if UNREADABLE.search(text):
         raise ValueError("a text row with tool or media tokens cannot be read back: write the row as messages")
+    text = text.removesuffix(f"{style[0]}model\n")  # where the model is to go on: a prompt without its answer
     start, end = map(re.escape, style)
     turn = re.compile(rf"{start}(\w+)\n(.*?)(?:{end}\n?|\Z)", re.DOTALL)
     turns, position = [], len("<bos>") if text.startswith("<bos>") else 0

@@ -93,6 +93,17 @@ class GemmaSFTTrainer(trl.SFTTrainer):
     def _get_train_sampler(self, train_dataset=None):
         return self.sampler
 
+    def get_train_dataloader(self):
+        return self._apart(super().get_train_dataloader())
+
+    def _apart(self, loader):
+        """Give a loader a random generator of its own. It draws seeds for its workers, more or fewer of them as there
+        are workers, and dropout would change with them."""
+        generator = torch.Generator().manual_seed(self.args.seed)
+        for part in (loader, getattr(loader, "base_dataloader", loader)):
+            part.generator = generator
+        return loader
+
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
         return super().get_batch_samples(self._timed(epoch_iterator), *args, **kwargs)
 
@@ -173,7 +184,7 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         # Persistent workers would wait in memory between evaluations, and go on with the rows they were started with.
         self.data_collator, self.args.dataloader_persistent_workers = self._eval_collator, False
         try:
-            return super().get_eval_dataloader(eval_dataset)
+            return self._apart(super().get_eval_dataloader(eval_dataset))
         finally:
             self.data_collator, self.args.dataloader_persistent_workers = training
 
@@ -191,6 +202,9 @@ class GemmaSFTTrainer(trl.SFTTrainer):
                 collected = [self.counts, self.problems, self.lengths, self.seconds(), self.waited]
                 write_whole(unfinished / name / COLLECTED, json.dumps(collected))
                 np.save(unfinished / name / LENGTHS, self.sampler.lengths)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
+            raise
         finally:
             self.args.output_dir, self.args.save_total_limit = str(final), limit
         self.accelerator.wait_for_everyone()
@@ -270,7 +284,7 @@ def sft_arguments(
         max_steps=max_steps or -1,
         learning_rate=lr,
         lr_scheduler_type="cosine",
-        warmup_steps=max(1, round(0.03 * steps)),
+        warmup_steps=round(0.03 * steps),  # none in a short run: the first step of a warm-up has rate 0
         weight_decay=0.0,
         max_grad_norm=1.0,
         optim="adamw_torch",
