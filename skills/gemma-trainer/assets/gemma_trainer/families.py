@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import CannotLoad
 
@@ -34,6 +34,7 @@ class Family:
     channel_end: str | None = None
     around_media: str = ""  # what the processor puts before and behind a medium's tokens
     fixed_tokens: bool = False  # every image, and every clip, takes the processor's `*_seq_length` soft tokens
+    image_options: dict[str, bool] = field(default_factory=dict)  # what a plain call of the processor sets
     patches_merged: bool = False  # the image processor merges patches as far as the model pools them
     audio_stride: int = 1  # frames of audio a soft token
     min_audio_samples: int = 1  # a shorter clip makes no frame, and is filled up with silence
@@ -55,6 +56,7 @@ GEMMA3 = Family(
     slots={"image": "boi_token"},
     around_media="\n\n",
     fixed_tokens=True,
+    image_options={"do_pan_and_scan": False},  # whatever the image processor's own setting, gemma3/processing_gemma3.py
     lora_targets={
         "language": _LANGUAGE,
         "vision": r".*vision_tower\..*\.(self_attn\.([qkv]|out)_proj|mlp\.fc[12])",

@@ -13,17 +13,12 @@ Tensors = dict[str, torch.Tensor]
 def image_features(processor, family: Family, images: list) -> tuple[Tensors, list[int]]:
     """What the image processor makes of RGB images.
 
-    Its options are those of a plain call of the processor, which in Gemma 3 has no pan and scan, whatever the image
-    processor's own setting.
-
     Returns:
         `pixel_values` and what else the model takes, one line an image; the soft tokens of each image.
     """
-    options = getattr(type(processor), "valid_processor_kwargs", None)
-    options = dict(getattr(options, "_defaults", {}).get("images_kwargs", {}))
     # Tensors with their layout named: the processor guesses it else, and narrow images make it guess aloud.
     pixels = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
-    options |= {"input_data_format": "channels_first", "return_tensors": "pt"}
+    options = family.image_options | {"input_data_format": "channels_first", "return_tensors": "pt"}
     made = processor.image_processor(images=pixels, **options)
     made.pop("num_crops", None)
     counts = made.pop("num_soft_tokens_per_image", [processor.image_seq_length] * len(images))
