@@ -251,8 +251,10 @@ def _check_mp3(content: bytes | Path, file, samples, wanted: int) -> None:
     if file.format != "MP3":
         return
     announced = file.frames if wanted < 0 else min(wanted, file.frames)
-    head = content if isinstance(content, bytes) else content.read_bytes()
-    if announced - len(samples) > MP3_SLACK and any(tag in head for tag in (b"Xing", b"Info", b"VBRI")):
+    if announced - len(samples) <= MP3_SLACK:
+        return
+    whole = content if isinstance(content, bytes) else content.read_bytes()
+    if any(tag in whole for tag in (b"Xing", b"Info", b"VBRI")):
         told, read = announced / file.samplerate, len(samples) / file.samplerate
         raise MediaError(f"audio breaks off or is damaged: {read:.1f} of {told:.1f} s can be decoded")
 
