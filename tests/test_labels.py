@@ -5,6 +5,7 @@ import time
 
 import pytest
 import trl.chat_template_utils as templates
+from PIL import Image
 
 from conftest import talk, trained_runs
 from gemma_trainer import demo
@@ -351,3 +352,28 @@ def test_labelling_a_long_row_costs_milliseconds(processor, kind):
     short, long = cost(8_000), cost(32_000)
     assert long < 0.05
     assert long < 8 * short
+
+
+def test_an_answer_of_a_picture_alone_behind_a_result_leaves_the_rest_trained(processor):
+    """It has no words to train, and hinders no others."""
+    picture = [{"type": "image", "image": Image.new("RGB", (20, 20))}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "r"},
+            {"role": "assistant", "content": picture},
+            {"role": "user", "content": "again"},
+            {"role": "assistant", "content": "wrong", "train": False},
+            {"role": "user", "content": "again"},
+            {"role": "assistant", "content": "right"},
+        ]
+    }
+    collator = MultimodalCollator(processor)
+    batch = collator([row])
+    assert collator.stats.bad_rows == 0
+    assert trained_runs(collator.tokenizer, batch) == [
+        "<|tool_call>call:f{}<tool_call|><|tool_response>",
+        "right<turn|>",
+    ]

@@ -31,7 +31,13 @@ SHIPPED = [
     name.removesuffix("_chat_template") for name in dir(templates) if re.fullmatch(r"gemma\w*_chat_template", name)
 ]
 TEMPLATES = [*SHIPPED, "gemma3n", *(f"{name}+empty-thought" for name in SHIPPED if name.startswith("gemma4"))]
-REFUSALS = ("the chat template refuses the row", "tools or tool calls in the row", "the chat template shows")
+REFUSALS = (
+    "the chat template refuses the row",
+    "tools or tool calls in the row",
+    "the chat template shows",
+    "a tool message whose tool_call_id is that of no call",
+    "media both in an answer and in a tool result",
+)
 
 # No text has a "z" but the words that tell a message's texts apart.
 TEXTS = ["", " ", "\n", "  a", "b \n", "\n\nc\n\n\nd", "e\u0301 ée", "👩‍🚒", "שלום\u200f", "مرحبا", "naïve ﬁ 雪",

@@ -385,3 +385,21 @@ def test_an_mp3_that_breaks_off_is_bad():
     assert len(open_audio(content, 16000, 1.0)[0]) == 16000
     with pytest.raises(MediaError, match="breaks off or is damaged: 1.* of 3.0 s"):
         open_audio(content[: len(content) // 2], 16000)
+
+
+ID3 = b"ID3\x03\x00\x00\x00\x00\x00\x1cTXXX\x00\x00\x00\x12\x00\x00\x00Information: Xing"
+
+
+@pytest.mark.parametrize("tag", [b"", ID3], ids=["bare", "behind a tag that speaks of one"])
+def test_an_mp3_that_does_not_tell_its_length_is_taken_as_it_is(tag):
+    """Its guessed length, four times too long here, is neither an alarm nor a cut."""
+    wave = np.concatenate([np.zeros(32000), 0.3 * np.random.default_rng(0).normal(size=96000).clip(-1, 1)])
+    file = io.BytesIO()
+    with soundfile.SoundFile(
+        file, "w", RATE, 1, format="MP3", bitrate_mode="VARIABLE", compression_level=0.2
+    ) as writer:
+        writer.write(wave)
+    content = file.getvalue()
+    second_frame = content.index(content[:2], 64)
+    samples, seconds = open_audio(tag + content[second_frame:], RATE, 30.0)
+    assert seconds == pytest.approx(8.0, abs=0.3) and len(samples) == pytest.approx(8 * RATE, abs=0.3 * RATE)

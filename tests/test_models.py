@@ -1,6 +1,7 @@
 """What is loaded and what is trained, and the errors that say how to mend a wrong choice."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -108,3 +109,26 @@ def test_a_model_of_another_kind(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(CannotLoad, match="'bert' is not supported; supported: gemma3, gemma3_text, gemma3n, gemma4"):
         models.load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("model.safetensors", b"\x00" * 9), ("model.safetensors", b""), ("config.json", b"[]"), ("config.json", b"null"),
+    ("config.json", b'{"model_type": "gemma4", "text_config": 3}'), ("tokenizer.json", b"[]"),
+    ("processor_config.json", b"[]"), ("tokenizer_config.json", b"{}"),
+])  # fmt: skip
+def test_a_folder_with_a_broken_file_cannot_be_loaded(model_folder, tmp_path, file, content):
+    """Such as a download that was interrupted: one line, and not a fault of ours."""
+    folder = tmp_path / "broken"
+    shutil.copytree(model_folder, folder)
+    (folder / file).write_bytes(content)
+    with pytest.raises(CannotLoad) as told:
+        config, _ = models.load_config(str(folder))
+        models.load_processor(str(folder), config)
+        models.load_model(str(folder), config, torch.float32)
+    assert str(folder) in str(told.value) and len(str(told.value)) < 500
+
+
+@pytest.mark.parametrize("targets", ["", " ", "all,visoin", "all-linear,foo"])
+def test_lora_targets_that_are_misspelt_are_refused(model, targets):
+    with pytest.raises(UsageError):
+        models.lora_modules(model, targets)

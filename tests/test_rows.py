@@ -158,3 +158,30 @@ def test_text_with_windows_line_ends_is_read_back():
 
 def test_openai_weight_zero_is_not_trained():
     assert read_row({"messages": [PEAR[0], PEAR[1] | {"weight": 0}]}).messages[1]["train"] is False
+
+
+def tool_talk(*results, ids=("c1", "c2")):
+    calls = [
+        {"id": call, "type": "function", "function": {"name": name, "arguments": {}}}
+        for call, name in zip(ids, ("f", "g"), strict=True)
+    ]
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    return {"messages": [*asked, *({"role": "tool", "content": "r"} | result for result in results)]}
+
+
+@pytest.mark.parametrize(("results", "answered"), [
+    ([{"tool_call_id": "c2"}, {"tool_call_id": "c1"}], ["c2", "c1"]),
+    ([{}, {}], ["c1", "c2"]),
+    ([{"name": "g"}, {"name": "f"}], ["c2", "c1"]),
+    ([{"tool_call_id": "c1"}, {}], ["c1", "c2"]),
+])  # fmt: skip
+def test_a_result_that_does_not_say_its_call_is_the_next_calls(results, answered):
+    row = tool_talk(*results)
+    assert [m["tool_call_id"] for m in read_row(row).messages[2:]] == answered
+    assert row == tool_talk(*results)
+
+
+@pytest.mark.parametrize("results", [[{"tool_call_id": "other"}], [{}, {}, {}]])
+def test_a_result_of_no_call_is_refused(results):
+    with pytest.raises(RowError, match="tool_call_id is that of no call before it"):
+        read_row(tool_talk(*results))

@@ -82,7 +82,8 @@ def _turn_away() -> int:
     """Point file descriptor 2 at nothing; returns a copy of it, or -1 where that cannot be done."""
     kept = nowhere = -1
     try:
-        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        kept = os.dup(2)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
         return kept
     except OSError:  # there is none, or no file can be opened any more

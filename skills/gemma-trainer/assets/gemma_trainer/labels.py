@@ -133,7 +133,8 @@ class Labeller:
         found = []
         for span in find_spans(ids, self.markers):
             end = span.end - (ids[span.end - 1] == self.markers.turn_end)
-            text = self.renderer.tokenizer.decode(ids[span.start : end])
+            shown = [token for token in ids[span.start : end] if token not in self.markers.media]
+            text = self.renderer.tokenizer.decode(shown)
             said = {positions[a] for a, b in pairwise(text) if a in positions and b not in positions}
             blank = {positions[letter] for letter in text if letter in positions}
             if span.behind != "result" or set(text) - positions.keys():  # else nothing makes a span there

@@ -28,7 +28,7 @@ def load_config(name: str):
         raise CannotLoad(f"--model {name}: no such folder")
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as problem:
+    except Exception as problem:  # broken files make transformers raise whatever they happen to hit
         raise CannotLoad(_advice(name, problem)) from None
     family = family_of_config(config)
     for package in family.needs:
@@ -48,7 +48,7 @@ def load_processor(name: str, config):
     text_only = not hasattr(config, "vision_config") and not hasattr(config, "audio_config")
     try:
         processor = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(name)
-    except (OSError, ValueError, KeyError, ImportError) as problem:
+    except Exception as problem:
         needed = "tokenizer.json" if text_only else "tokenizer.json and processor_config.json"
         raise CannotLoad(f"{name}: copy the model's own {needed} there ({_first_line(problem)})") from None
     if not text_only and not hasattr(processor, "tokenizer"):
@@ -74,6 +74,7 @@ def load_model(name: str, config, dtype, quantize: bool = False):
         CannotLoad: the weights cannot be found or read.
     """
     import torch
+    from safetensors import SafetensorError
 
     options = {"dtype": dtype}
     if quantize:
@@ -83,7 +84,7 @@ def load_model(name: str, config, dtype, quantize: bool = False):
         options["device_map"] = "auto"  # one process, several GPUs: the model is spread over them
     try:
         return _auto_class(config).from_pretrained(name, config=config, **options)
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
         raise CannotLoad(_advice(name, problem)) from None
 
 
@@ -138,8 +139,11 @@ def lora_modules(model, targets: str) -> str | list[str]:
     linear = _linear_names(model)
     matching = {part: re.compile(pattern) for part, pattern in family.lora_targets.items()}
     present = [part for part in PARTS if part in matching and any(map(matching[part].fullmatch, linear))]
+    if not targets.strip():
+        raise UsageError(f"--lora-targets is empty: name {', '.join(PARTS)} or all")
     names = [name.strip() for name in targets.split(",")]
-    names = present if {"all", "all-linear"} & set(names) else names  # PEFT's word is the second
+    if set(names) <= {"all", "all-linear", *PARTS} and {"all", "all-linear"} & set(names):  # PEFT's word is the second
+        names = present
     if all(name in PARTS for name in names):
         for name in names:
             if name not in present:

@@ -334,12 +334,26 @@ def merge_consecutive(messages: list[dict]) -> list[dict]:
 
 
 def _check_results(messages: list[dict]) -> None:
-    """A tool result that answers no call would vanish in most templates without a word."""
-    called = False
+    """Refuse a tool result that answers no call, which would vanish in most templates without a word; one that does not
+    say which call it answers is that of the next call, or of the next one of its name."""
+    waiting: list[dict] | None = None  # calls that are not answered yet; None where none was made
+    known: set[str] = set()
     for message in messages:
-        if message["role"] == "tool" and not called:
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls")
+            waiting = list(calls) if calls else None
+            known = {call["id"] for call in calls or () if call.get("id")}
+        elif message["role"] != "tool":
+            waiting = None
+        elif waiting is None:
             raise ValueError("a tool message that answers no tool call")
-        called = "tool_calls" in message or (called and message["role"] == "tool")
+        elif known:
+            if "tool_call_id" not in message:
+                named = [call for call in waiting if call["function"]["name"] == message.get("name")]
+                message["tool_call_id"] = next((call.get("id") for call in named + waiting), None)
+            if message["tool_call_id"] not in known:
+                raise ValueError("a tool message whose tool_call_id is that of no call before it")
+            waiting = [call for call in waiting if call.get("id") != message["tool_call_id"]]
 
 
 def _join(first, second):
