@@ -193,9 +193,8 @@ class MultimodalCollator:
                 size = image_size(medium.value, row.folder, self.access)
                 return image_tokens(self.processor, self.family, *size)
             seconds = audio_seconds(medium.value, row.folder, self.access)
-            samples = math.ceil(
-                round(seconds * self.processor.feature_extractor.sampling_rate, 3)
-            )  # as resampling does
+            rate = self.processor.feature_extractor.sampling_rate
+            samples = math.ceil(round(seconds * rate, 3))  # resampling rounds up
             return clip_tokens(self.processor, self.family, samples)
         except (MediaError, ValueError):
             return None

@@ -11,6 +11,7 @@ from typing import Any
 from .errors import MediaError
 from .files import silent_stderr
 from .media import (
+    ORIENTATION,
     MediaAccess,
     _array_rate,
     _as_pil,
@@ -63,7 +64,7 @@ def _lies_on_its_side(image) -> bool:
     from PIL import Image
 
     # Not the image's own getexif: that of a PNG decodes the pixels, to look for EXIF behind them.
-    return image.format != "TIFF" and Image.Image.getexif(image).get(0x0112) in (5, 6, 7, 8)
+    return image.format != "TIFF" and Image.Image.getexif(image).get(ORIENTATION) in (5, 6, 7, 8)
 
 
 @silent_stderr()
