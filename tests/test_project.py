@@ -67,8 +67,8 @@ def test_help_tells_flags_defaults_examples_and_exit_codes():
 
 
 def test_modules_import_only_from_below():
-    ladder = """errors files families text_rows slots rows media media_headers rendering labels stats batch features
-    gaps collator batching precision losses models sources generation demo callbacks trainers report runs cli data
+    ladder = """errors files families text_rows slots rows preferences media media_headers rendering labels stats batch
+    features gaps collator batching precision losses models sources generation demo callbacks trainers report runs cli data
     recipe""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)

@@ -216,7 +216,8 @@ class MultimodalCollator:
         """Raise RowError where a row brings a kind of medium that the model has no tower for."""
         if kind not in self.modalities:
             takes = " and ".join(["text", *sorted(self.modalities)])
-            raise RowError(row, f"{kind} in the row, but this {self.family.name} model takes {takes} only")
+            told = f"{kind} in the row, but this {self.family.name} model takes {takes} only"
+            raise RowError(row, told, "media_unsupported")
 
     def _open_media(self, items, counts, problems) -> list[_Item]:
         kept = []
@@ -227,7 +228,7 @@ class MultimodalCollator:
                     slot.medium = self._open(item.row, medium, counts, problems)
                 except MediaError as problem:
                     if self.on_bad_media == "error":
-                        raise RowError(item.row.name, str(problem)) from None
+                        raise RowError(item.row.name, str(problem), problem.code) from None
                     counts["bad_media"] += 1
                     problems.append((item.row.name, str(problem)))
             if item.bad and self.on_bad_media == "skip":
@@ -280,13 +281,15 @@ class MultimodalCollator:
         """Render a row whose media stand in the template's text in the order of the row."""
         holders = {message["role"] for message in row.messages if media_in(message)} if slots else set()
         if {"assistant", "tool"} <= holders:
-            raise RowError(row.name, "media both in an answer and in a tool result, whose order templates may change")
+            told = "media both in an answer and in a tool result, whose order templates may change"
+            raise RowError(row.name, told, "template_refuses")
         rendered = self.renderer.render(row)
         if (found := self.renderer.slots_in(rendered)) != [slot.kind for slot in slots]:
             raise RowError(
                 row.name,
                 f"the chat template shows {len(found)} of the row's {len(slots)} images and clips "
                 "(it has no place for them in this role)",
+                "template_refuses",
             )
         return rendered
 
@@ -319,7 +322,7 @@ class MultimodalCollator:
         if self.max_length is None or length <= self.max_length:
             return
         if self.truncation == "error":
-            raise RowError(item.row.name, f"{length} tokens, over the limit of {self.max_length}")
+            raise RowError(item.row.name, f"{length} tokens, over the limit of {self.max_length}", "over_max_len")
         cut = min(
             [self.max_length, *(start for start, end in (s.run for s in item.slots) if start < self.max_length < end)]
         )

@@ -32,19 +32,34 @@ class DataError(TrainerError):
     kind = "data"
 
 
-class RowError(DataError):
-    """One row is bad. The message starts with the row's name (`file:line`)."""
+class Fault(ValueError):
+    """What is wrong with a part of a row, and the code of its kind (see `findings.py`)."""
 
-    def __init__(self, row: str, reason: str = ""):
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+class RowError(DataError):
+    """One row is bad. The message starts with the row's name (`file:line`); `code` is the kind of fault."""
+
+    def __init__(self, row: str, reason: str = "", code: str = "bad_row"):
         super().__init__(f"{row}: {reason}" if reason else row)
-        self.row, self.reason = row, reason
+        self.row, self.reason, self.code = row, reason, code
 
     def __reduce__(self):  # exceptions cross process borders when dataloader workers raise them
-        return type(self), (self.row, self.reason)
+        return type(self), (self.row, self.reason, self.code)
 
 
 class MediaError(DataError):
     """One image or clip cannot be read. The message says why; whoever catches it knows the row."""
+
+    def __init__(self, message: str, code: str = "media_unreadable"):
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self):
+        return type(self), (str(self), self.code)
 
 
 class EnvironmentUnfit(TrainerError):

@@ -140,7 +140,8 @@ class Labeller:
             if span.behind != "result" or set(text) - positions.keys():  # else nothing makes a span there
                 found.append(said or blank)
         if len(found) != len(spans):
-            raise RowError(row.name, "cannot tell which of the model's turns belong to which message")
+            told = "cannot tell which of the model's turns belong to which message"
+            raise RowError(row.name, told, "template_refuses")
         return found
 
     # -- the prompt a span answers

@@ -72,7 +72,7 @@ def _check_size(width: int, height: int) -> None:
     if not width or not height:
         raise MediaError("an image without pixels")
     if width * height > (Image.MAX_IMAGE_PIXELS or math.inf):
-        raise MediaError(f"image of {width} x {height} pixels is a decompression bomb")
+        raise MediaError(f"image of {width} x {height} pixels is a decompression bomb", "image_bomb")
 
 
 def _as_pil(value, folder, access):
@@ -135,7 +135,7 @@ def _to_eight_bits(samples):
 
     values = samples.astype(np.float64)
     if not np.isfinite(values).all():
-        raise MediaError("the image holds NaN or infinity")
+        raise MediaError("the image holds NaN or infinity", "media_nan")
     low, high = values.min(initial=0), values.max(initial=0)
     usual = [(0, 255), (0, 65535)]
     if samples.dtype == np.uint16:
@@ -181,7 +181,7 @@ def open_audio(
         raise MediaError(f"audio cannot be read ({_told(problem)})") from None
     mono = samples.mean(axis=1) if samples.ndim == 2 and samples.size else samples.reshape(-1)
     if not np.isfinite(mono).all():
-        raise MediaError("audio holds NaN or infinity")
+        raise MediaError("audio holds NaN or infinity", "media_nan")
     if source_rate != rate and len(mono):
         import librosa
 
@@ -189,7 +189,7 @@ def open_audio(
     if max_seconds is not None:
         mono = mono[: int(max_seconds * rate)]
     if len(mono) < MIN_SAMPLES:
-        raise MediaError(f"audio has {len(mono)} samples at {rate} Hz: shorter than one soft token")
+        raise MediaError(f"audio has {len(mono)} samples at {rate} Hz: shorter than one soft token", "audio_short")
     return np.ascontiguousarray(mono, dtype=np.float32), seconds
 
 
@@ -336,10 +336,10 @@ def _content(value, folder: Path | None, access: MediaAccess) -> bytes | Path:
         elif value.get("path") or value.get("url"):
             value = value.get("path") or value["url"]
         else:
-            raise MediaError("a media value with neither bytes nor path")
+            raise MediaError("a media value with neither bytes nor path", "media_missing")
     if isinstance(value, bytes | bytearray | memoryview):
         if not len(value):
-            raise MediaError("empty bytes")
+            raise MediaError("empty bytes", "media_missing")
         return bytes(value)
     if not isinstance(value, str | Path) or not str(value):
         raise MediaError(f"a {type(value).__name__} is no media value")
@@ -370,14 +370,15 @@ def _local(path: Path, folder: Path | None, access: MediaAccess) -> Path:
         if not path.is_absolute() and folder is not None:
             path = folder / path
         if access.root is not None and not path.resolve().is_relative_to(access.root.resolve()):
-            raise MediaError(f"{path} lies outside the media root")
+            raise MediaError(f"{path} lies outside the media root", "media_outside_root")
         if not path.is_file():
-            raise MediaError(f"not a regular file: {path}" if path.exists() else f"no such file: {path}")
+            told = f"not a regular file: {path}" if path.exists() else f"no such file: {path}"
+            raise MediaError(told, "media_missing")
         if path.stat().st_size == 0:
-            raise MediaError(f"empty file: {path}")
+            raise MediaError(f"empty file: {path}", "media_missing")
     except (OSError, RuntimeError, ValueError) as problem:  # too long, a NUL byte, a loop of links, ...
         hint = " (base64 needs a data: URI)" if len(str(path)) > 255 else ""
-        raise MediaError(f"no file can be named so: {type(problem).__name__}{hint}") from None
+        raise MediaError(f"no file can be named so: {type(problem).__name__}{hint}", "media_missing") from None
     return path
 
 
@@ -385,7 +386,7 @@ def _remote(url: str, access: MediaAccess) -> bytes:
     if not url.lower().startswith(("http://", "https://")):
         raise MediaError(f"a URL of an unsupported kind: {url.split('://')[0][:20]}")
     if not access.remote:
-        raise MediaError("a remote URL, which is fetched only with --allow-remote-media")
+        raise MediaError("a remote URL, which is fetched only with --allow-remote-media", "media_remote")
     from urllib.request import Request, urlopen
 
     with urlopen(Request(url, headers={"User-Agent": "gemma-trainer"}), timeout=30) as answer:

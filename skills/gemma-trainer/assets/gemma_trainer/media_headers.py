@@ -88,7 +88,7 @@ def audio_seconds(value: Any, folder: Path | None = None, access: MediaAccess = 
     except Exception as problem:  # decoders raise whatever they like on corrupt data
         raise MediaError(f"audio cannot be read ({_told(problem)})") from None
     if not 0 < seconds < math.inf:
-        raise MediaError("audio has 0 samples")
+        raise MediaError("audio has 0 samples", "audio_short")
     return seconds
 
 

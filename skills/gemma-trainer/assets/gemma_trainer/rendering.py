@@ -86,7 +86,8 @@ class Renderer:
         marks, tools = self.marks(row) if marked else {}, row.tools
         messages = [self._for_template(message, marks.get(i)) for i, message in enumerate(row.messages)]
         if not self.shows_tools and (tools or any("tool_calls" in message for message in messages)):
-            raise RowError(row.name, "tools or tool calls in the row, which the model's chat template does not show")
+            told = "tools or tool calls in the row, which the model's chat template does not show"
+            raise RowError(row.name, told, "template_refuses")
         hidden = self._hide(row.name, (messages, tools))
         (messages, tools), restore = hidden if hidden else ((messages, tools), None)
         reasons = self.family.channel is not None and any("reasoning" in message for message in messages)
@@ -118,7 +119,8 @@ class Renderer:
                 **options,
             )
         except Exception as problem:  # Jinja, and the template's own raise_exception
-            raise RowError(name, f"the chat template refuses the row ({type(problem).__name__}: {problem})") from None
+            told = f"the chat template refuses the row ({type(problem).__name__}: {problem})"
+            raise RowError(name, told, "template_refuses") from None
 
     def _for_template(self, message: dict, mark: str | None = None) -> dict:
         """A canonical message as the template takes it: without our own keys, with both names of reasoning."""
@@ -241,7 +243,7 @@ def _unused(name: str, strings, count: int) -> list[str]:
     taken = set().union(*strings)
     free = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in taken), count))
     if len(free) < count:
-        raise RowError(name, "text that uses too many private-use characters")
+        raise RowError(name, "text that uses too many private-use characters", "template_refuses")
     return free
 
 

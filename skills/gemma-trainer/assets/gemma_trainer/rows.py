@@ -7,6 +7,7 @@ media file and never changes what it is given.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import RowError
+from .errors import Fault, RowError
 from .slots import Media, blocks_of, media_columns, place_media
 from .text_rows import read_turns
 
@@ -63,25 +64,39 @@ def read_row(raw: Mapping, name: str = "row") -> Row:
     Raises:
         RowError: the row is in no known format, or something in it cannot be read; the message names the row.
     """
+    with opened(raw, name) as (name, folder, fields):
+        messages, text = _conversation(fields)
+        return make_row(name, folder, fields, messages, text)
+
+
+@contextlib.contextmanager
+def opened(raw: Mapping, name: str):
+    """A row's name, its folder, and its fields without what Arrow filled with None; faults met inside become a
+    RowError that names the row."""
     if not isinstance(raw, Mapping):
-        raise RowError(name, f"a row must be an object, found {type(raw).__name__}")
+        raise RowError(name, f"a row must be an object, found {type(raw).__name__}", "wrong_type")
     name, folder = raw.get(SOURCE) or (name, None)
     try:
-        fields = {key: value for key, value in _without_none(raw).items() if key != SOURCE}
-        row = Row(name=name, folder=Path(folder) if folder else None, tools=_tools(fields.get("tools")))
-        row.trained = _loss_type(fields.get("loss_type", "supervised"))
-        row.messages, row.text = _conversation(fields)
-        if row.text is None:
-            row.messages = merge_consecutive(row.messages)
-            _check_results(row.messages)
-            row.messages, row.media = place_media(row.messages, media_columns(fields))
-        elif any(media_columns(fields).values()):
-            raise ValueError("a text row has no place for media: write the row as messages")
-        _check_unicode(row)
-    except ValueError as problem:
-        raise RowError(name, str(problem)) from None
-    except (TypeError, KeyError, AttributeError, RecursionError) as problem:
-        raise RowError(name, f"not built as a row is ({type(problem).__name__})") from None
+        yield name, folder, {key: value for key, value in _without_none(raw).items() if key != SOURCE}
+    except Fault as problem:
+        raise RowError(name, str(problem), problem.code) from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+        raise RowError(name, f"not built as a row is ({type(problem).__name__})", "wrong_type") from None
+
+
+def make_row(name: str, folder, fields: dict, messages: list[dict], text: str | None = None) -> Row:
+    """The canonical row of messages as `read_messages` returns them, or of a raw text; raises Fault."""
+    row = Row(name=name, text=text, folder=Path(folder) if folder else None)
+    row.tools = _tools(fields.get("tools") or fields.get("functions"))
+    row.trained = _loss_type(fields.get("loss_type", "supervised"))
+    columns = media_columns(fields)
+    if text is None:
+        row.messages = merge_consecutive(messages)
+        _check_results(row.messages)
+        row.messages, row.media = place_media(row.messages, columns)
+    elif any(columns.values()):
+        raise Fault("media_without_placeholder", "a text row has no place for media: write the row as messages")
+    _check_unicode(row)
     return row
 
 
@@ -90,7 +105,7 @@ def _check_unicode(row: Row) -> None:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ValueError("text with half a surrogate pair, which is no character") from None
+            raise Fault("bad_encoding", "text with half a surrogate pair, which is no character") from None
 
 
 def strings_in(value):
@@ -118,35 +133,61 @@ def _without_none(value):
 
 def _loss_type(value) -> bool:
     if value not in ("supervised", "context_only"):
-        raise ValueError("loss_type must be supervised or context_only")
+        raise Fault("bad_value", "loss_type must be supervised or context_only")
     return value == "supervised"
 
 
 def _conversation(fields: dict) -> tuple[list[dict], str | None]:
     """(messages, None) of a conversation in any format, or ([], text) of a raw text row."""
-    if "messages" in fields:
-        return [_message(m) for m in _list_of(fields["messages"], "messages")], None
-    if "conversations" in fields:
-        return [_message(m) for m in _list_of(fields["conversations"], "conversations")], None
-    if "prompt" in fields and "completion" in fields:
-        prompt, completion = _side(fields["prompt"], "user"), _side(fields["completion"], "assistant")
-        return [m | {"train": False} if m["role"] == "assistant" else m for m in prompt] + completion, None
-    if "instruction" in fields and "output" in fields:
-        request = "\n\n".join(_string(fields[key], key) for key in ("instruction", "input") if fields.get(key))
-        system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
-        pair = [{"role": "user", "content": request}, {"role": "assistant", "content": fields["output"]}]
-        return [_message(m) for m in system + pair], None
+    if "prompt" in fields and "completion" in fields and "messages" not in fields:
+        prompt, completion = read_messages(fields["prompt"], "user"), read_messages(fields["completion"], "assistant")
+        return with_system(fields, untrained(prompt)) + completion, None
+    if "instruction" in fields and "output" not in fields and "messages" not in fields:
+        raise Fault("missing_field", "instruction without its output")
+    if prompt := read_request(fields):
+        answer = read_messages(fields["output"], "assistant") if "output" in fields and "instruction" in fields else []
+        return prompt + answer, None
     if "text" in fields:
         turns = read_turns(_string(fields["text"], "text"))
         # BOS and EOS are added when the row is tokenized: those that the text spells out itself are the same ones.
         text = None if turns else fields["text"].removeprefix("<bos>").removesuffix("<eos>")
         return [_message({"role": role, "content": said}) for role, said in turns], text
     if "chosen" in fields or "rejected" in fields:
-        raise ValueError("a preference row (chosen / rejected) cannot be used for supervised fine-tuning")
+        raise Fault("wrong_task", "a preference row (chosen / rejected) cannot be used for supervised fine-tuning")
+    if "prompt" in fields or "completion" in fields:
+        there, absent = ("prompt", "completion") if "prompt" in fields else ("completion", "prompt")
+        raise Fault("missing_field", f"{there} without its {absent}")
     words = [key for key in sorted(map(str, fields)) if re.fullmatch(r"[\w.-]{1,40}", key)]  # a table without a header
     others = f" and {len(fields) - len(words)} that are no names" if len(words) < len(fields) else ""
     found = (", ".join(words[:12]) or "no keys") + others
-    raise ValueError(f"no known format; found: {found}; accepted: {ACCEPTED}")
+    raise Fault("unknown_format", f"no known format; found: {found}; accepted: {ACCEPTED}")
+
+
+def read_request(fields: dict) -> list[dict]:
+    """The messages of `messages`, `conversations` or `instruction` [+ `input`], with the `system` column before them;
+    empty where the row has none of these. Raises Fault."""
+    key = next((key for key in ("messages", "conversations") if key in fields), None)
+    if key:
+        messages = [_message(m) for m in _list_of(fields[key], key)]
+    elif "instruction" in fields:
+        parts = (_string(fields[name], name) for name in ("instruction", "input") if fields.get(name))
+        messages = read_messages("\n\n".join(parts), "user")
+    else:
+        return []
+    return with_system(fields, messages)
+
+
+def with_system(fields: dict, messages: list[dict]) -> list[dict]:
+    """Messages behind the text of a `system` column, if there is one and they bring no such message of their own."""
+    text = fields.get("system") or ""
+    if not _string(text, "system") or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return read_messages(text, "system") + messages
+
+
+def untrained(messages: list[dict]) -> list[dict]:
+    """Messages whose answers are context."""
+    return [m | {"train": False} if m["role"] == "assistant" else m for m in messages]
 
 
 def _list_of(value, what: str) -> list:
@@ -154,14 +195,14 @@ def _list_of(value, what: str) -> list:
         try:
             value = json.loads(value)
         except json.JSONDecodeError:
-            raise ValueError(f"{what} is a string that is not JSON") from None
+            raise Fault("missing_field", f"{what} is a string that is not JSON") from None
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{what} must be a list with at least one message")
+        raise Fault("missing_field", f"{what} must be a list with at least one message")
     return value
 
 
-def _side(value, role: str) -> list[dict]:
-    """A prompt or completion: a string is one message of `role`, a list is messages."""
+def read_messages(value, role: str) -> list[dict]:
+    """A prompt or an answer: a string is one message of `role`, a list is messages. Raises Fault."""
     if isinstance(value, str):
         return [_message({"role": role, "content": value})]
     return [_message(m) for m in _list_of(value, "prompt" if role == "user" else "completion")]
@@ -174,7 +215,7 @@ def _word(value) -> str:
 
 def _string(value, what: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{what} must be a string, found {type(value).__name__}")
+        raise Fault("wrong_type", f"{what} must be a string, found {type(value).__name__}")
     return value
 
 
@@ -184,13 +225,13 @@ def _string(value, what: str) -> str:
 def _message(raw) -> dict:
     """One message in canonical form; media blocks keep their value under "value" until `_place_media` takes it."""
     if not isinstance(raw, Mapping):
-        raise ValueError(f"a message must be an object, found {type(raw).__name__}")
+        raise Fault("wrong_type", f"a message must be an object, found {type(raw).__name__}")
     spelled = str(raw.get("role", raw.get("from", "")))
     if spelled == "function_call":  # sharegpt: a call written as JSON text
         calls = _tool_calls(_string(raw.get("value", raw.get("content")), "function_call"))
         return {"role": "assistant", "content": "", "tool_calls": calls, **_train_flag(raw)}
     if spelled not in ROLES:
-        raise ValueError(f"unknown role{_word(spelled)}; known: {', '.join(ROLES)}")
+        raise Fault("unknown_role", f"unknown role{_word(spelled)}; known: {', '.join(ROLES)}")
     message = {"role": ROLES[spelled], "content": _content(raw.get("content", raw.get("value", "")))}
     if message["role"] == "assistant":
         _read_assistant(message, raw)
@@ -200,8 +241,8 @@ def _message(raw) -> dict:
 
 
 def _read_assistant(message: dict, raw: Mapping) -> None:
-    if raw.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(raw["tool_calls"])
+    if calls := raw.get("tool_calls") or raw.get("function_call"):  # the latter in OpenAI's older files
+        message["tool_calls"] = _tool_calls(calls)
     reasoning = _string(raw.get("reasoning") or raw.get("reasoning_content") or "", "reasoning")
     thought, message["content"] = _split_thought(message["content"])
     if thought and thought != reasoning.strip():
@@ -215,7 +256,7 @@ def _train_flag(raw: Mapping) -> dict:
     """{"train": False} where a message is not to be trained; `weight` is how OpenAI's fine-tuning files say it."""
     wanted = raw.get("train", raw.get("weight", True))
     if wanted not in (True, False):  # 0 and 1 are equal to them
-        raise ValueError("train must be true or false")
+        raise Fault("bad_value", "train must be true or false")
     return {} if wanted else {"train": False}
 
 
@@ -235,20 +276,20 @@ def _tool_calls(calls) -> list[dict]:
         try:
             calls = json.loads(calls)
         except json.JSONDecodeError:
-            raise ValueError("a tool call that is not JSON") from None
+            raise Fault("bad_tool_call", "a tool call that is not JSON") from None
     result = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
-            raise ValueError("a tool call must be an object with a function")
+            raise Fault("bad_tool_call", "a tool call must be an object with a function")
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
             except json.JSONDecodeError:
-                raise ValueError("the arguments of a tool call are not JSON") from None
+                raise Fault("bad_tool_call", "the arguments of a tool call are not JSON") from None
         if not isinstance(arguments, Mapping):
-            raise ValueError("the arguments of a tool call must be a JSON object")
+            raise Fault("bad_tool_call", "the arguments of a tool call must be a JSON object")
         named = {"name": _string(function.get("name"), "the name of a tool call"), "arguments": dict(arguments)}
         identity = {"id": call["id"]} if "id" in call else {}
         result.append(identity | {"type": "function", "function": named})
@@ -257,11 +298,14 @@ def _tool_calls(calls) -> list[dict]:
 
 def _tools(tools) -> list | None:
     if isinstance(tools, str):
-        tools = json.loads(tools) if tools.strip() else None
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError:
+            raise Fault("bad_tools", "tools is a string that is not JSON") from None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError("tools must be a list of function declarations")
+        raise Fault("bad_tools", "tools must be a list of function declarations")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
@@ -275,20 +319,20 @@ def _content(content):
         return [_block(block) for block in content]
     if isinstance(content, str):
         return content
-    raise ValueError(f"content must be a string or a list of blocks, found {type(content).__name__}")
+    raise Fault("wrong_type", f"content must be a string or a list of blocks, found {type(content).__name__}")
 
 
 def _block(block) -> dict:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     if not isinstance(block, Mapping):
-        raise ValueError(f"a content block must be an object, found {type(block).__name__}")
+        raise Fault("wrong_type", f"a content block must be an object, found {type(block).__name__}")
     spelled = block.get("type") or next((key for key in ("text", "image", "audio", "video") if key in block), None)
     if str(spelled).startswith("video") or str(spelled) == "input_video":
-        raise ValueError("video blocks are not supported: give frames as images, or leave the row out")
+        raise Fault("video", "video blocks are not supported: give frames as images, or leave the row out")
     kind = BLOCK_TYPES.get(spelled)
     if kind is None:
-        raise ValueError(f"unknown content block type{_word(spelled)}; known: text, image, audio")
+        raise Fault("unknown_block", f"unknown content block type{_word(spelled)}; known: text, image, audio")
     if kind == "text":
         return {"type": "text", "text": _string(block.get("text", ""), "the text of a block")}
     return {"type": kind, "value": _media_value(block, kind)}
@@ -346,13 +390,13 @@ def _check_results(messages: list[dict]) -> None:
         elif message["role"] != "tool":
             waiting = None
         elif waiting is None:
-            raise ValueError("a tool message that answers no tool call")
+            raise Fault("result_without_call", "a tool message that answers no tool call")
         elif known:
             if "tool_call_id" not in message:
                 named = [call for call in waiting if call["function"]["name"] == message.get("name")]
                 message["tool_call_id"] = next((call.get("id") for call in named + waiting), None)
             if message["tool_call_id"] not in known:
-                raise ValueError("a tool message whose tool_call_id is that of no call before it")
+                raise Fault("result_without_call", "a tool message whose tool_call_id is that of no call before it")
             waiting = [call for call in waiting if call.get("id") != message["tool_call_id"]]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import Fault
+
 MEDIA_COLUMNS = {"image": ("image", "images"), "audio": ("audio", "audios")}
 TEXT_PLACEHOLDER = re.compile(r"<(image|audio)>")  # the llava way of marking a slot; no control token of any Gemma
 
@@ -57,7 +59,7 @@ def place_media(messages: list[dict], columns: dict[str, list]) -> tuple[list[di
         (messages whose media blocks are `{"type": kind}`, the media in the order of their blocks).
 
     Raises:
-        ValueError: a block without its medium, or more media in the columns than places for them.
+        Fault: a block without its medium, or more media in the columns than places for them.
     """
     if any(columns.values()):
         messages = _open_slots(messages, columns)
@@ -71,7 +73,8 @@ def place_media(messages: list[dict], columns: dict[str, list]) -> tuple[list[di
                     value = block.get("value")
                     value = next(waiting[block["type"]], None) if value is None else value
                     if value is None:
-                        raise ValueError(f"an {block['type']} block without its {block['type']}")
+                        told = f"an {block['type']} block without its {block['type']}"
+                        raise Fault("placeholder_without_media", told)
                     media.append(Media(block["type"], value))
                     block = {"type": block["type"]}
                 blocks.append(block)
@@ -79,7 +82,8 @@ def place_media(messages: list[dict], columns: dict[str, list]) -> tuple[list[di
         placed.append(message)
     for kind, rest in waiting.items():
         if left := len(list(rest)):
-            raise ValueError(f"{left} more {kind} in the columns than {kind} placeholders in the messages")
+            told = f"{left} more {kind} in the columns than {kind} placeholders in the messages"
+            raise Fault("media_without_placeholder", told)
     return placed, media
 
 
@@ -99,7 +103,7 @@ def _open_slots(messages: list[dict], columns: dict[str, list]) -> list[dict]:
     if front:
         first = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
         if first is None:
-            raise ValueError("media columns, but no user message to put them in")
+            raise Fault("media_without_placeholder", "media columns, but no user message to put them in")
         messages[first] = messages[first] | {"content": front + blocks_of(messages[first]["content"])}
     return messages
 

@@ -19,6 +19,17 @@ from .files import user_path
 from .rows import SOURCE
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+MAX_RECORD = 256 * 2**20  # bytes of a line or of a CSV record: more is no row, but a file without line breaks
+# What a file may begin with that is no UTF-8 text, and what to do about it.
+UNREADABLE = {
+    b"\x1f\x8b": "gzip-compressed: decompress it first (gunzip -k)",
+    b"\x28\xb5\x2f\xfd": "zstd-compressed: decompress it first (zstd -d)",
+    b"BZh": "bzip2-compressed: decompress it first (bunzip2 -k)",
+    b"\xfd7zXZ": "xz-compressed: decompress it first (unxz -k)",
+    b"PK\x03\x04": "a zip archive: unpack it first",
+    b"\xff\xfe": "UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "UTF-16 text: write it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?")
 
 
@@ -43,6 +54,13 @@ class Rows:
 
     def __iter__(self) -> Iterator[dict]:
         return itertools.chain.from_iterable(self.parts)
+
+    def read(self, start: int, stop: int) -> Iterator[dict | RowError]:
+        """The rows from `start` to `stop`, read on end, with the error in the place of a row that cannot be read."""
+        for part, end in zip(self.parts, self.ends, strict=True):
+            begin = end - len(part)
+            if begin < stop and start < end:
+                yield from part.read(max(start - begin, 0), min(stop, end) - begin)
 
 
 class Subset:
@@ -123,6 +141,8 @@ def _files(source: str) -> list[Path] | None:
 
 def _file_part(path: Path):
     suffix = path.suffix.lower()
+    if suffix != ".parquet":
+        _check_text(path)
     if suffix == ".jsonl" or (suffix == ".json" and _first_character(path) == "{" and _is_lines(path)):
         return _JsonLines(path)
     if suffix == ".json":
@@ -132,6 +152,20 @@ def _file_part(path: Path):
     if suffix == ".parquet":
         return _Table(_load_dataset("parquet", data_files=glob.escape(str(path))), path.name, path.parent)
     raise DataError(f"{path}: unknown kind of file; known: {', '.join(SUFFIXES)}")
+
+
+def _check_text(path: Path) -> None:
+    """Refuse what is no UTF-8 text, told by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read ({problem.strerror})") from None
+    for magic, told in UNREADABLE.items():
+        if start.startswith(magic):
+            raise DataError(f"{path}: {told}")
+    if b"\0" in start:
+        raise DataError(f"{path}: a binary file, or text that is not UTF-8 (it holds NUL bytes)")
 
 
 def _first_character(path: Path) -> str:
@@ -150,11 +184,35 @@ def _is_lines(path: Path) -> bool:
 
 def _named(row, name: str, folder: Path) -> dict:
     if not isinstance(row, dict):
-        raise RowError(name, f"a row must be an object, found {type(row).__name__}")
+        raise RowError(name, f"a row must be an object, found {type(row).__name__}", "wrong_type")
     return row | {SOURCE: (name, str(folder))}
 
 
-class _Records:
+class _Part:
+    """The rows of one file, by number."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> dict:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[dict]:
+        return (self[index] for index in range(len(self)))
+
+    def read(self, start: int, stop: int) -> Iterator[dict | RowError]:
+        for index in range(start, stop):
+            yield _row_or_error(self.__getitem__, index)
+
+
+def _row_or_error(read, *arguments) -> dict | RowError:
+    try:
+        return read(*arguments)
+    except RowError as problem:
+        return problem
+
+
+class _Records(_Part):
     """A text file as records at byte offsets: one pass finds them, a row is parsed when it is asked for."""
 
     def __init__(self, path: Path):
@@ -167,44 +225,72 @@ class _Records:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def __iter__(self):
-        return (self[index] for index in range(len(self)))
+    def __getitem__(self, index: int) -> dict:
+        with self._opened(index) as file:
+            return self._parse(*self._record(index, file))
+
+    def read(self, start: int, stop: int) -> Iterator[dict | RowError]:
+        with self._opened(start) as file:
+            for index in range(start, stop):
+                yield _row_or_error(lambda index=index: self._parse(*self._record(index, file)))
+
+    def _parse(self, name: str, text: str) -> dict:
+        raise NotImplementedError
 
     def _index(self) -> None:
         with self.path.open("rb") as file:
-            offset = 0
-            for number, line in enumerate(file, 1):
-                if line.strip(b"\xef\xbb\xbf \t\r\n"):
-                    self.offsets.append(offset)
-                    self.lines.append(number)
-                offset += len(line)
-            self.offsets.append(offset)
+            start = end = 0
+            number, filled = 1, False
+            while piece := file.readline(2**20):  # a line may be longer than memory
+                end += len(piece)
+                filled = filled or bool(piece.strip(b"\xef\xbb\xbf \t\r\n"))
+                if piece.endswith(b"\n"):
+                    self._add(start, number, filled)
+                    start, number, filled = end, number + 1, False
+            self._add(start, number, filled)
+            self.offsets.append(end)
 
-    def _record(self, index: int) -> tuple[str, str]:
-        """(name, text) of a record."""
-        start, stop = self.offsets[index], self.offsets[index + 1]
-        name = f"{self.path.name}:{self.lines[index]}"
+    def _add(self, start: int, number: int, filled: bool) -> None:
+        if filled:
+            self.offsets.append(start)
+            self.lines.append(number)
+
+    def _name(self, index: int) -> str:
+        return f"{self.path.name}:{self.lines[index]}"
+
+    def _opened(self, index: int):
         try:
-            with self.path.open("rb") as file:
+            return self.path.open("rb")
+        except OSError as problem:
+            told = f"the data file cannot be read any more ({problem.strerror})"
+            raise RowError(self._name(index), told) from None
+
+    def _record(self, index: int, file) -> tuple[str, str]:
+        """(name, text) of a record."""
+        start, stop, name = self.offsets[index], self.offsets[index + 1], self._name(index)
+        if stop - start > MAX_RECORD:
+            told = f"a line of {(stop - start) >> 20:,} MiB, over the limit of {MAX_RECORD >> 20} MiB"
+            raise RowError(name, told, "line_too_long")
+        try:
+            if file.tell() != start:
                 file.seek(start)
-                data = file.read(stop - start)
+            data = file.read(stop - start)
         except OSError as problem:
             raise RowError(name, f"the data file cannot be read any more ({problem.strerror})") from None
         try:
             return name, data.decode("utf-8-sig").strip("\r\n")
         except UnicodeDecodeError:
-            raise RowError(name, "not UTF-8 text") from None
+            raise RowError(name, "not UTF-8 text", "bad_encoding") from None
 
 
 class _JsonLines(_Records):
-    def __getitem__(self, index: int) -> dict:
-        name, text = self._record(index)
+    def _parse(self, name: str, text: str) -> dict:
         try:
             return _named(json.loads(text), name, self.path.parent)
         except json.JSONDecodeError as problem:
-            raise RowError(name, f"not valid JSON ({problem.msg} at column {problem.colno})") from None
+            raise RowError(name, f"not valid JSON ({problem.msg} at column {problem.colno})", "bad_json") from None
         except (ValueError, RecursionError):
-            raise RowError(name, "JSON with a number or a nesting beyond all bounds") from None
+            raise RowError(name, "JSON with a number or a nesting beyond all bounds", "bad_json") from None
 
 
 class _Csv(_Records):
@@ -212,9 +298,10 @@ class _Csv(_Records):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.header = next(csv.reader([self._record(0)[1]])) if len(self) else []
+        with self._opened(0) as file:
+            self.header = next(csv.reader([self._record(0, file)[1]])) if len(self) else []
         if twice := sorted({name for name in self.header if self.header.count(name) > 1}):
-            raise RowError(f"{path.name}:1", f"a column name that stands twice: {twice[0][:40]}")
+            raise RowError(f"{path.name}:1", f"a column name that stands twice: {twice[0][:40]}", "bad_csv")
         del self.offsets[:1], self.lines[:1]
 
     def _index(self) -> None:
@@ -222,7 +309,10 @@ class _Csv(_Records):
         ends, first = array("Q", [0]), 0
 
         def lines(file):
-            for line in file:
+            while line := file.readline(MAX_RECORD + 1):
+                if len(line) > MAX_RECORD:
+                    told = f"a line of more than {MAX_RECORD >> 20} MiB"
+                    raise RowError(f"{self.path.name}:{len(ends)}", told, "line_too_long")
                 ends.append(ends[-1] + len(line))
                 yield line.decode("utf-8", "replace")
 
@@ -235,23 +325,24 @@ class _Csv(_Records):
                         self.lines.append(first + 1)
                     first = reader.line_num
             except csv.Error as problem:
-                raise RowError(f"{self.path.name}:{first + 1}", f"not valid CSV ({problem})") from None
+                raise RowError(f"{self.path.name}:{first + 1}", f"not valid CSV ({problem})", "bad_csv") from None
         self.offsets.append(ends[-1])
-        if self.lines and self._record(len(self) - 1)[1].count('"') % 2:
+        if self.lines:
+            with self._opened(len(self) - 1) as file:
+                name, last = self._record(len(self) - 1, file)
             try:
-                list(csv.reader([self._record(len(self) - 1)[1]], strict=True))
+                list(csv.reader([last] if last.count('"') % 2 else [], strict=True))
             except csv.Error:
-                raise RowError(f"{self.path.name}:{self.lines[-1]}", "a quote that is never closed") from None
+                raise RowError(name, "a quote that is never closed", "bad_csv") from None
 
-    def __getitem__(self, index: int) -> dict:
-        name, text = self._record(index)
+    def _parse(self, name: str, text: str) -> dict:
         values = next(csv.reader(io.StringIO(text, newline="")))
         if len(values) != len(self.header):
-            raise RowError(name, f"{len(values)} values under {len(self.header)} column names")
+            raise RowError(name, f"{len(values)} values under {len(self.header)} column names", "bad_csv")
         return _named({k: v for k, v in zip(self.header, values, strict=True) if v != ""}, name, self.path.parent)
 
 
-class _JsonList:
+class _JsonList(_Part):
     """A .json file: a list of rows, or an object with the list under "data", "rows" or "train". Read whole."""
 
     def __init__(self, path: Path):
@@ -259,7 +350,7 @@ class _JsonList:
         try:
             content = json.loads(path.read_text(encoding="utf-8-sig"))
         except json.JSONDecodeError as problem:
-            raise RowError(f"{path.name}:{problem.lineno}", f"not valid JSON ({problem.msg})") from None
+            raise RowError(f"{path.name}:{problem.lineno}", f"not valid JSON ({problem.msg})", "bad_json") from None
         except UnicodeDecodeError:
             raise DataError(f"{path}: not UTF-8 text") from None
         if isinstance(content, dict):
@@ -274,11 +365,8 @@ class _JsonList:
     def __getitem__(self, index: int) -> dict:
         return _named(self.rows[index], f"{self.path.name}[{index}]", self.path.parent)
 
-    def __iter__(self):
-        return (self[index] for index in range(len(self)))
 
-
-class _Table:
+class _Table(_Part):
     """A `datasets.Dataset` (memory-mapped Arrow), read as stored: media stay undecoded, wherever they are nested."""
 
     def __init__(self, table, name: str, folder: Path):
@@ -288,10 +376,12 @@ class _Table:
         return len(self.table)
 
     def __getitem__(self, index: int) -> dict:
-        return _named(self.table[index : index + 1].to_pylist()[0], f"{self.name}[{index}]", self.folder)
+        return next(self.read(index, index + 1))
 
-    def __iter__(self):
-        return (self[index] for index in range(len(self)))
+    def read(self, start: int, stop: int) -> Iterator[dict | RowError]:
+        for first in range(start, stop, 32):
+            for index, row in enumerate(self.table[first : min(first + 32, stop)].to_pylist(), first):
+                yield _named(row, f"{self.name}[{index}]", self.folder)
 
 
 def _load_dataset(name: str, split: str = "train", **options):
