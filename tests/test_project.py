@@ -34,11 +34,16 @@ def test_the_script_header_is_in_step_with_pyproject(name):
     assert found == {"requires-python": PROJECT["requires-python"], "dependencies": PROJECT["dependencies"]}
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--no-such-flag"], ["--model", "demo", "--dataset", "absent.jsonl"]]
-)
+COMMANDS = {
+    "sft_train.py": (["--help"], ["--no-such-flag"], ["--model", "demo", "--dataset", "absent.jsonl"]),
+    "dataset_prep.py": (["check", "--help"], ["split", "--no-such-flag"], ["check", "absent.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("code", [0, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_wrong_flags_and_missing_files_answer_without_heavy_imports(name, arguments):
+def test_help_wrong_flags_and_missing_files_answer_without_heavy_imports(name, code):
+    arguments = COMMANDS[name][{0: 0, 2: 1, 3: 2}[code]]
     watch = f"""
 import sys, runpy
 sys.argv = ['{name}', *{arguments!r}]
@@ -49,7 +54,7 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True)
     assert "loaded: []" in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == {"--help": 0, "--no-such-flag": 2, "--model": 3}[arguments[0]]
+    assert done.returncode == code
 
 
 FLAGS = """
@@ -67,9 +72,10 @@ def test_help_tells_flags_defaults_examples_and_exit_codes():
 
 
 def test_modules_import_only_from_below():
-    ladder = """errors files families text_rows slots rows preferences media media_headers rendering labels stats batch
-    features gaps collator batching precision losses models sources generation demo callbacks trainers report runs cli data
-    recipe""".split()
+    ladder = """errors files families text_rows slots rows preferences media media_headers media_files rendering labels
+    stats batch features gaps collator batching precision losses models sources generation demo writing targets folders
+    columns convert callbacks trainers page report dataset_report findings duplicates inspection checks tokens tally
+    scan examples runs cli data recipe survey fixes splits""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)
     for name in ladder:

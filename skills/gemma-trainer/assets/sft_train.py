@@ -4,6 +4,7 @@
 # dependencies = [
 #     "accelerate>=1.12,<2",
 #     "datasets>=4.8,<6",
+#     "ftfy>=6.3",
 #     "jinja2>=3.1",
 #     "librosa>=0.11",
 #     "numpy>=2",
@@ -11,9 +12,11 @@
 #     "peft>=0.21,<1",
 #     "pillow>=11",
 #     "pyyaml>=6",
+#     "rensa>=0.5,<1",
 #     "soundfile>=0.13",
 #     "torch>=2.9",
 #     "torchvision>=0.24",
+#     "tqdm>=4.66",
 #     "transformers>=5.17,<6",
 #     "trl>=1.14.2,!=1.15.*,<2",
 # ]

@@ -23,14 +23,18 @@ EXIT_CODES = """exit codes:
   0 done                 3 bad data                     6 out of memory
   1 unexpected fault     4 unfit environment, no disk   7 training diverged
   2 wrong usage          5 model or data set not loaded 8 a check did not pass
-  130 interrupted, 143 terminated (a checkpoint was saved, if training had begun)
-
-when memory runs out, lower in this order: --batch-size (raise --grad-accum instead), --max-len, --lora-r"""
+  130 interrupted, 143 terminated (a checkpoint was saved, if training had begun)"""
+LESS_MEMORY = "lower in this order: --batch-size (raise --grad-accum instead), --max-len, --lora-r"
 
 
 def flag(default=None, help: str = "", choices=None):
     """A dataclass field that is also a command-line flag; the type annotation tells how its value is read."""
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+def words(help: str):
+    """A dataclass field that holds the command's words that belong to no flag."""
+    return dataclasses.field(default=(), metadata={"help": help, "words": True})
 
 
 @dataclass(frozen=True)
@@ -115,14 +119,11 @@ class CollatorFlags:
 # ---- parsing
 
 
-def build_parser(flags: type, description: str, examples: str) -> argparse.ArgumentParser:
+def build_parser(flags: type, description: str, examples: str, command: str = "") -> argparse.ArgumentParser:
     """A parser with one flag for each field of the dataclass `flags`, in order."""
-    parser = _Parser(
-        description=description,
-        epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _parser(description, examples, command)
+    if any(field.name == "batch_size" for field in dataclasses.fields(flags)):
+        parser.epilog += f"\n\nwhen memory runs out, {LESS_MEMORY}"
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -133,6 +134,16 @@ def build_parser(flags: type, description: str, examples: str) -> argparse.Argum
     return parser
 
 
+def _parser(description: str, examples: str, command: str = "") -> _Parser:
+    return _Parser(
+        prog=f"{Path(sys.argv[0]).name} {command}".strip(),
+        description=description,
+        epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -141,6 +152,9 @@ class _Parser(argparse.ArgumentParser):
 def _add_flag(parser, field) -> None:
     name, annotation = "--" + field.name.replace("_", "-"), str(field.type)
     options = {"help": field.metadata["help"], "default": field.default}
+    if field.metadata.get("words"):
+        parser.add_argument(field.name, nargs="*", metavar=field.name.upper(), **options)
+        return
     if annotation == "bool":
         options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
     else:
@@ -157,13 +171,13 @@ def _add_flag(parser, field) -> None:
     parser.add_argument(name, **options)
 
 
-def parse(flags: type, description: str, examples: str, argv: list[str]):
+def parse(flags: type, description: str, examples: str, argv: list[str], command: str = ""):
     """Read the command line, and the file that `--config` names, into a `flags` object.
 
     Raises:
         UsageError: an unknown flag, a wrong value, or a config file that cannot be read.
     """
-    parser = build_parser(flags, description, examples)
+    parser = build_parser(flags, description, examples, command)
     known = parser.parse_args(argv)
     if known.config:
         given = {word.split("=")[0] for word in argv if word.startswith("--")}
@@ -191,7 +205,7 @@ def _check_ranges(values: dict) -> None:
 def _config_arguments(file: str, flags: type, given: set[str]) -> list[str]:
     """The entries of a config file as command-line arguments, without the flags that are `given` there."""
     content = _read_config(Path(file))
-    fields = {field.name: field for field in dataclasses.fields(flags)}
+    fields = {field.name: field for field in dataclasses.fields(flags) if not field.metadata.get("words")}
     arguments = []
     for key, value in content.items():
         name = key.replace("-", "_")
@@ -251,9 +265,36 @@ def run_script(work, flags: type, description: str, examples: str, argv: list[st
             stdout is stderr, so that no library's chatter mixes with the result.
     """
     argv = sys.argv[1:] if argv is None else argv
+    return _run(lambda: (work, parse(flags, description, examples, argv)), argv)
+
+
+def run_commands(commands: dict[str, tuple], description: str, examples: str, argv: list[str] | None = None) -> int:
+    """Like `run_script`, of a script whose first word says what to do.
+
+    Args:
+        commands: {name: (work, flags, description)}; the first one is done where no word is given.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    return _run(lambda: _read_command(commands, description, examples, argv or [next(iter(commands))]), argv)
+
+
+def _read_command(commands: dict[str, tuple], description: str, examples: str, argv: list[str]):
+    if argv[0] not in commands:
+        parser = _parser(description, examples)
+        listed = parser.add_subparsers(title="commands (each has its own --help)", metavar="COMMAND", required=True)
+        for name, (_, _, told) in commands.items():
+            listed.add_parser(name, help=told)
+        parser.parse_args(argv)
+    work, flags, told = commands[argv[0]]
+    own = [line for line in examples.splitlines() if f" {argv[0]}" in line]
+    return work, parse(flags, told, "\n".join(own), argv[1:], argv[0])
+
+
+def _run(read, argv: list[str]) -> int:
+    """Do what `read()` says, which returns (work, config)."""
     config, stdout = None, sys.stdout
     try:
-        config = parse(flags, description, examples, argv)
+        work, config = read()
         _quiet_environment()
         signal.signal(signal.SIGTERM, _terminated)
         sys.stdout = sys.stderr
@@ -261,7 +302,7 @@ def run_script(work, flags: type, description: str, examples: str, argv: list[st
     except BaseException as problem:
         if isinstance(problem, SystemExit):
             raise
-        error = _as_error(problem)
+        error = _as_error(problem, hasattr(config, "batch_size"))
         if "--debug" in argv or (config and config.debug):
             traceback.print_exc()
         note(f"error: {error}")
@@ -277,7 +318,7 @@ def run_script(work, flags: type, description: str, examples: str, argv: list[st
 
 
 def _terminated(number, frame):
-    raise Interrupted("terminated before training began: nothing was saved", 143)
+    raise Interrupted("terminated: nothing was saved", 143)
 
 
 def _quiet_environment() -> None:
@@ -291,12 +332,12 @@ def _quiet_environment() -> None:
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
-def _as_error(problem: BaseException) -> TrainerError:
+def _as_error(problem: BaseException, trains: bool) -> TrainerError:
     """The error to tell the user for any exception."""
     if isinstance(problem, TrainerError):
         return problem
     if isinstance(problem, KeyboardInterrupt):
-        error = TrainerError("interrupted: what was saved before is in the run folder, if training had begun")
+        error = TrainerError("interrupted: what was saved before stays as it is")
         error.exit_code, error.kind = 130, "interrupted"
         return error
     if isinstance(problem, ModuleNotFoundError):
@@ -305,14 +346,15 @@ def _as_error(problem: BaseException) -> TrainerError:
         error.exit_code, error.kind = 4, "environment"
         return error
     if isinstance(problem, MemoryError) or re.search(r"out of memory|can't allocate memory", str(problem), re.I):
-        return OutOfMemory(
-            "out of memory: lower --batch-size (raise --grad-accum instead), then --max-len, then --lora-r"
-        )
+        return OutOfMemory(f"out of memory: {LESS_MEMORY if trains else 'lower --num-workers, or split the file'}")
     if is_disk_full(problem):
-        return EnvironmentUnfit("no room left on the disk: free some, then run again (with --resume to go on)")
+        return EnvironmentUnfit(
+            "no room left on the disk: free some, then run again" + " (with --resume to go on)" * trains
+        )
     if isinstance(problem, OSError) and problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return EnvironmentUnfit(f"{problem.filename} cannot be accessed: {problem.strerror}")
-    if "DataLoader worker" in str(problem) and "killed" in str(problem):
+    killed = "DataLoader worker" in str(problem) and "killed" in str(problem)
+    if killed or type(problem).__name__ == "BrokenProcessPool":
         return OutOfMemory("a process of --num-workers was killed, probably for lack of memory: lower --num-workers")
     where = traceback.extract_tb(problem.__traceback__)
     place = f" in {Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,31 @@ class _Item:
 
     @property
     def bad(self) -> bool:
-        return any(slot.medium is None for slot in self.slots)
+        """Whether a medium could neither be opened nor measured."""
+        return any(slot.medium is None and slot.tokens is None for slot in self.slots)
+
+    def cut(self, max_length: int) -> int:
+        """Where a cut at `max_length` falls: a medium that it would meet goes whole."""
+        met = (start for start, end in (slot.run for slot in self.slots) if start < max_length < end)
+        return min([max_length, self.tokens.shape[1], *met])
 
     def lines(self, kind: str) -> list[int | None]:
         """Where the row's media of a kind stand in the tensors; None for those that could not be read."""
         slots = [slot for slot in self.slots if slot.kind == kind and slot.kept]
         return [None if slot.medium is None else slot.line for slot in slots]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the collator makes of a row before the cut. `tokens` [3, T] holds ids, labels and token type ids; the first
+    `kept` columns are within max_length; `media_cut` counts the media that would go."""
+
+    rendered: Rendered
+    tokens: np.ndarray
+    kept: int
+    media_cut: int
+    reasoning_dropped: int
+    inexact_turns: int
 
 
 class MultimodalCollator:
@@ -185,6 +205,26 @@ class MultimodalCollator:
         lengths = [len(next(encoded)) + more if found else 1 for found, more in zip(read, media, strict=True)]
         return [length if self.max_length is None else min(length, self.max_length) for length in lengths]
 
+    def measure(self, rows: list[Row]) -> list[Measured | RowError]:
+        """Render, tokenize and label rows without opening their media, which are worked out from their headers.
+
+        Returns, for each row, what it becomes, or why the chat template refuses it. A row with a medium that cannot be
+        measured trains nothing.
+        """
+        items = [
+            _Item(row, [_Slot(m.kind, tokens=self._tokens_from_header(row, m)) for m in row.media]) for row in rows
+        ]
+        measured: list[Measured | RowError] = []
+        for item, labelled in zip(items, self._labelled(items), strict=True):
+            if isinstance(labelled, RowError):
+                measured.append(labelled)
+                continue
+            kept = item.tokens.shape[1] if self.max_length is None else item.cut(self.max_length)
+            gone = sum(slot.run[1] > kept for slot in item.slots)
+            found = labelled.reasoning_dropped, labelled.inexact_turns
+            measured.append(Measured(item.rendered, item.tokens, kept, gone, *found))
+        return measured
+
     def _tokens_from_header(self, row: Row, medium: Media) -> int | None:
         try:
             if medium.kind not in self.modalities:
@@ -264,18 +304,37 @@ class MultimodalCollator:
 
     def _tokenize(self, items, counts, problems) -> list[_Item]:
         """Render, tokenize and label the rows, and leave out those that the chat template refuses."""
-        for item in items:
+        kept = []
+        for item, labelled in zip(items, self._labelled(items), strict=True):
             with _leaving_out_bad_rows(counts, problems):
-                item.rendered = self._render(item.row, item.slots)
-        items = [item for item in items if item.rendered is not None]
-        filled = [self.renderer.fill(item.rendered, self._media_texts(item.slots)) for item in items]
-        for item, ids in zip(items, self.renderer.encode(filled), strict=True):
-            with _leaving_out_bad_rows(counts, problems):
-                labelled = self.labeller.label(item.row, item.rendered, ids)
-                self._expand(item, labelled)
+                if isinstance(labelled, RowError):
+                    raise labelled
                 counts["reasoning_dropped"] += labelled.reasoning_dropped
                 counts["inexact_turns"] += labelled.inexact_turns
-        return [item for item in items if item.tokens is not None]
+                kept.append(item)
+        return kept
+
+    def _labelled(self, items: list[_Item]) -> Iterator[Labelled | RowError]:
+        """The labels of each item, whose `tokens` are set; an error in the place of a row that the template refuses."""
+        errors = {}
+        for position, item in enumerate(items):
+            try:
+                item.rendered = self._render(item.row, item.slots)
+            except RowError as problem:
+                errors[position] = problem
+        shown = [item for item in items if item.rendered is not None]
+        filled = [self.renderer.fill(item.rendered, self._media_texts(item.slots)) for item in shown]
+        encoded = iter(self.renderer.encode(filled))
+        for position, item in enumerate(items):
+            if position in errors:
+                yield errors[position]
+                continue
+            try:
+                labelled = self.labeller.label(item.row, item.rendered, next(encoded))
+                self._expand(item, labelled)
+                yield labelled
+            except RowError as problem:
+                yield problem
 
     def _render(self, row: Row, slots: list[_Slot]) -> Rendered:
         """Render a row whose media stand in the template's text in the order of the row."""
@@ -323,9 +382,7 @@ class MultimodalCollator:
             return
         if self.truncation == "error":
             raise RowError(item.row.name, f"{length} tokens, over the limit of {self.max_length}", "over_max_len")
-        cut = min(
-            [self.max_length, *(start for start, end in (s.run for s in item.slots) if start < self.max_length < end)]
-        )
+        cut = item.cut(self.max_length)
         for slot in item.slots:
             slot.kept = slot.run[1] <= cut
         trained = item.tokens[1] != IGNORE

@@ -36,7 +36,12 @@ system user model tool thought call response value declaration description param
 
 
 def make_tokenizer(
-    vocab_size: int = 1024, media_tokens=MEDIA_TOKENS, control_tokens=CONTROL_TOKENS, text_tokens=(), last_tokens=None
+    vocab_size: int = 1024,
+    media_tokens=MEDIA_TOKENS,
+    control_tokens=CONTROL_TOKENS,
+    text_tokens=(),
+    last_tokens=None,
+    corpus=(),
 ):
     """Train a byte-fallback BPE tokenizer with a Gemma family's special tokens, Gemma 4's unless told otherwise.
 
@@ -46,6 +51,7 @@ def make_tokenizer(
         control_tokens: Further special tokens, without a name.
         text_tokens: Ordinary text that is always one token, such as the runs of line breaks in Gemma 3.
         last_tokens: As `media_tokens`, but placed in this order after the whole vocabulary (Gemma 3n).
+        corpus: Texts to train on beside the samples'.
 
     Returns a `transformers.GemmaTokenizer` with `image_token`, `audio_token` and so on set. No merge crosses a line
     break or a word break, as in Gemma's own vocabulary.
@@ -66,7 +72,7 @@ def make_tokenizer(
         initial_alphabet=[chr(code) for code in range(33, 127)] + ["\n", "▁"],
         show_progress=False,
     )
-    backend.train_from_iterator([CORPUS, *_sample_texts()], trainer)
+    backend.train_from_iterator([CORPUS, *_sample_texts(), *corpus], trainer)
     learned = json.loads(backend.to_str())["model"]
     controls = {f"control_{i}": token for i, token in enumerate(control_tokens)}
     tokenizer = GemmaTokenizer(

@@ -8,6 +8,7 @@ media file and never changes what it is given.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -77,7 +78,7 @@ def opened(raw: Mapping, name: str):
         raise RowError(name, f"a row must be an object, found {type(raw).__name__}", "wrong_type")
     name, folder = raw.get(SOURCE) or (name, None)
     try:
-        yield name, folder, {key: value for key, value in _without_none(raw).items() if key != SOURCE}
+        yield name, folder, {key: value for key, value in without_none(raw).items() if key != SOURCE}
     except Fault as problem:
         raise RowError(name, str(problem), problem.code) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
@@ -86,7 +87,7 @@ def opened(raw: Mapping, name: str):
 
 def make_row(name: str, folder, fields: dict, messages: list[dict], text: str | None = None) -> Row:
     """The canonical row of messages as `read_messages` returns them, or of a raw text; raises Fault."""
-    row = Row(name=name, text=text, folder=Path(folder) if folder else None)
+    row = Row(name=name, text=text, folder=_folder(folder))
     row.tools = _tools(fields.get("tools") or fields.get("functions"))
     row.trained = _loss_type(fields.get("loss_type", "supervised"))
     columns = media_columns(fields)
@@ -100,34 +101,48 @@ def make_row(name: str, folder, fields: dict, messages: list[dict], text: str | 
     return row
 
 
+@functools.lru_cache(16)
+def _folder(folder: str | None) -> Path | None:
+    return Path(folder) if folder else None
+
+
 def _check_unicode(row: Row) -> None:
-    for text in strings_in((row.messages, row.tools, row.text)):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise Fault("bad_encoding", "text with half a surrogate pair, which is no character") from None
+    plain = [m["content"] for m in row.messages if isinstance(m["content"], str)]
+    others = [m for m in row.messages if len(m) > 2 or not isinstance(m["content"], str)]
+    try:
+        "".join(plain + strings_in((others, row.tools, row.text))).encode()
+    except UnicodeEncodeError:
+        raise Fault("bad_encoding", "text with half a surrogate pair, which is no character") from None
 
 
-def strings_in(value):
+def strings_in(value) -> list[str]:
     """Every string in nested lists and mappings, keys included."""
+    found: list[str] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value, found: list[str]) -> None:
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from strings_in(item)
+        found.append(value)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from strings_in(item)
+            _collect(item, found)
+    elif isinstance(value, dict) or isinstance(value, Mapping):  # the latter takes long to tell
+        for key, item in value.items():
+            found.append(str(key))
+            _collect(item, found)
 
 
-def _without_none(value):
+def without_none(value):
     """Drop the keys that Arrow filled with None. Payloads (arrays, bytes) are left alone."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict) or isinstance(value, Mapping):
         payload = ("array", "bytes", SOURCE)
-        return {k: v if k in payload else _without_none(v) for k, v in value.items() if v is not None}
+        return {
+            k: v if isinstance(v, str) or k in payload else without_none(v) for k, v in value.items() if v is not None
+        }
     if isinstance(value, list) and not (value and isinstance(value[0], int | float)):
-        return [_without_none(item) for item in value]
+        return [without_none(item) for item in value]
     return value
 
 
@@ -232,7 +247,10 @@ def _message(raw) -> dict:
         return {"role": "assistant", "content": "", "tool_calls": calls, **_train_flag(raw)}
     if spelled not in ROLES:
         raise Fault("unknown_role", f"unknown role{_word(spelled)}; known: {', '.join(ROLES)}")
-    message = {"role": ROLES[spelled], "content": _content(raw.get("content", raw.get("value", "")))}
+    content = _content(raw.get("content", raw.get("value", "")))
+    if raw.get("plain") is True and len(content) == 1:  # a string, in a .parquet file that `writing.py` wrote
+        content = content[0]["text"]
+    message = {"role": ROLES[spelled], "content": content}
     if message["role"] == "assistant":
         _read_assistant(message, raw)
     elif message["role"] == "tool":

@@ -55,6 +55,11 @@ class Rows:
     def __iter__(self) -> Iterator[dict]:
         return itertools.chain.from_iterable(self.parts)
 
+    def name(self, index: int) -> str:
+        """What a row is called in errors, such as `rows.jsonl:7`; nothing is read."""
+        part = bisect_right(self.ends, index)
+        return self.parts[part].name_of(index - (self.ends[part - 1] if part else 0))
+
     def read(self, start: int, stop: int) -> Iterator[dict | RowError]:
         """The rows from `start` to `stop`, read on end, with the error in the place of a row that cannot be read."""
         for part, end in zip(self.parts, self.ends, strict=True):
@@ -90,6 +95,12 @@ def open_rows(sources: list[str]) -> Rows:
     """
     parts = [part for source in sources for part in _open_source(source)]
     return Rows(parts)
+
+
+def must_exist(*names: str) -> None:
+    """Refuse names of files that are not there, before anything is imported to read them; raises DataError."""
+    for name in names:
+        _files(name)
 
 
 def fingerprint(sources: list[str], rows: int) -> str:
@@ -197,6 +208,9 @@ class _Part:
     def __getitem__(self, index: int) -> dict:
         raise NotImplementedError
 
+    def name_of(self, index: int) -> str:
+        raise NotImplementedError
+
     def __iter__(self) -> Iterator[dict]:
         return (self[index] for index in range(len(self)))
 
@@ -255,7 +269,7 @@ class _Records(_Part):
             self.offsets.append(start)
             self.lines.append(number)
 
-    def _name(self, index: int) -> str:
+    def name_of(self, index: int) -> str:
         return f"{self.path.name}:{self.lines[index]}"
 
     def _opened(self, index: int):
@@ -263,11 +277,11 @@ class _Records(_Part):
             return self.path.open("rb")
         except OSError as problem:
             told = f"the data file cannot be read any more ({problem.strerror})"
-            raise RowError(self._name(index), told) from None
+            raise RowError(self.name_of(index), told) from None
 
     def _record(self, index: int, file) -> tuple[str, str]:
         """(name, text) of a record."""
-        start, stop, name = self.offsets[index], self.offsets[index + 1], self._name(index)
+        start, stop, name = self.offsets[index], self.offsets[index + 1], self.name_of(index)
         if stop - start > MAX_RECORD:
             told = f"a line of {(stop - start) >> 20:,} MiB, over the limit of {MAX_RECORD >> 20} MiB"
             raise RowError(name, told, "line_too_long")
@@ -363,7 +377,10 @@ class _JsonList(_Part):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
-        return _named(self.rows[index], f"{self.path.name}[{index}]", self.path.parent)
+        return _named(self.rows[index], self.name_of(index), self.path.parent)
+
+    def name_of(self, index: int) -> str:
+        return f"{self.path.name}[{index}]"
 
 
 class _Table(_Part):
@@ -381,7 +398,10 @@ class _Table(_Part):
     def read(self, start: int, stop: int) -> Iterator[dict | RowError]:
         for first in range(start, stop, 32):
             for index, row in enumerate(self.table[first : min(first + 32, stop)].to_pylist(), first):
-                yield _named(row, f"{self.name}[{index}]", self.folder)
+                yield _named(row, self.name_of(index), self.folder)
+
+    def name_of(self, index: int) -> str:
+        return f"{self.name}[{index}]"
 
 
 def _load_dataset(name: str, split: str = "train", **options):

@@ -1,0 +1,395 @@
+"""A data set looked at as a whole: every row's faults, duplicates, lengths, and the verdict whether it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from . import duplicates, examples, recipe, sources
+from .cli import note
+from .demo import SAMPLES
+from .duplicates import Table, clusters
+from .errors import UsageError
+from .files import user_path
+from .findings import BAD_MEDIA, ERROR, INFO, KINDS, ORDER, WARNING, Findings
+from .media import MediaAccess
+from .scan import scan
+from .tally import Checker, Tally, texts_of_entry
+from .writing import RowsWriter
+
+SAMPLED, COMMON_SAMPLE = 1_000, 500  # rows that are measured for the figures; rows that boilerplate is looked for in
+READY, WARNINGS, INVALID = "READY", "READY WITH WARNINGS", "INVALID"
+QUANTILES = {"min": 0, "median": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
+
+
+@dataclasses.dataclass
+class Survey:
+    """What was found. `rows` are all rows, those from `evaluation` on being for evaluation; `collator` is None without
+    a model."""
+
+    names: list[str]
+    rows: sources.Rows
+    evaluation: int
+    collator: object
+    exact: bool
+    tally: Tally
+    table: Table
+
+    @property
+    def findings(self) -> Findings:
+        return self.tally.findings
+
+
+def open_data(config, evaluation: bool = True) -> tuple[list[str], sources.Rows, int]:
+    """(names, rows, where the evaluation rows begin) of the data that a command names, or of the bundled samples."""
+    if not config.data:
+        note("No data given: taking the built-in demo's samples.")
+    names = list(config.data) or [str(SAMPLES / "train.jsonl")]
+    rows = sources.open_rows(names)
+    count = len(rows)
+    if evaluation:
+        held = list(config.eval_dataset) or ([] if config.data else [str(SAMPLES / "heldout.jsonl")])
+        rows = sources.Rows(rows.parts + (sources.open_rows(held).parts if held else []))
+    return names, rows, count
+
+
+def load_collator(config):
+    """The collator of the model that --model names, for its tokens; None without one."""
+    if not config.model:
+        return None
+    model_config, processor = recipe.load_processor(config)
+    return recipe.make_collators(config, processor, model_config)[0]
+
+
+def take_survey(config, collator=None, details=None) -> Survey:
+    """Look at every row.
+
+    Args:
+        config: the flags of `dataset_prep.py check` or `report`.
+        collator: of the model that is to be trained; without it nothing is told of tokens.
+        details: called with each finding of each row, as a dict, in order; by default only the first are kept.
+
+    Raises:
+        DataError: no such file, or one that cannot be read at all.
+    """
+    names, rows, count = open_data(config)
+    tokens = None
+    if collator:
+        from .tokens import TokenChecker
+
+        tokens = TokenChecker(collator)
+    sampled = None
+    if not config.exact:
+        sampled = frozenset(random.Random(config.seed).sample(range(count), min(SAMPLED, count)))
+    checker = Checker(
+        rows,
+        config.task,
+        MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media),
+        sampled,
+        common_windows(rows, config.task, config.seed),
+        count,
+        tokens,
+        keep_all=details is not None,
+    )
+    total, table = Tally(Findings()), Table()
+    for tally in scan(checker, len(rows), config.num_workers, "checked"):
+        table.append(tally.records)
+        for line in tally.findings.lines() if details else ():
+            details(line)
+        total.merge(tally)
+    survey = Survey(names, rows, count, collator, sampled is None or count <= SAMPLED, total, table)
+    for line in _whole_set(survey, config):
+        if details:
+            details(line)
+    return survey
+
+
+def common_windows(rows, task: str, seed: int) -> np.ndarray:
+    """The windows that many of the rows share, told from a random sample."""
+    chosen = random.Random(seed).sample(range(len(rows)), min(COMMON_SAMPLE, len(rows)))
+    return duplicates.common_windows(filter(None, (texts_of_entry(rows, index, task) for index in sorted(chosen))))
+
+
+def check(config) -> dict:
+    """What `dataset_prep.py check` does: the verdict, and every finding of every row in --output, if that is given.
+
+    Raises:
+        DataError: no such file, or one that cannot be read at all.
+        CannotLoad: the model cannot be reached.
+    """
+    if not config.output:
+        result = result_of(take_survey(config, load_collator(config)), config)
+    else:
+        with RowsWriter(config.output, config.overwrite) as writer:
+            result = result_of(take_survey(config, load_collator(config), writer.write), config)
+        result["output"] = config.output
+    return result | {"summary": summary(result)}
+
+
+def report(config) -> dict:
+    """What `dataset_prep.py report` does: the verdict, and a page with everything behind it."""
+    from .dataset_report import write_dataset_report
+
+    path = user_path(config.output)
+    if path.exists() and not config.overwrite:
+        raise UsageError(f"--output {path}: the file exists; give --overwrite to replace it, or another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    survey = take_survey(config, load_collator(config))
+    result = result_of(survey, config)
+    write_dataset_report(path, _page(survey, result, config))
+    return {**result, "output": str(path), "exit_code": 0, "summary": f"{result['verdict']}: {path}"}
+
+
+def _page(survey: Survey, result: dict, config) -> dict:
+    """What the page shows (see `dataset_report.write_dataset_report`)."""
+    tally, media, seconds = survey.tally, survey.tally.counts["media"], survey.tally.clip_seconds
+    tokens, trained = np.array(tally.lengths).T.tolist() if tally.lengths else ([], [])
+    page = {key: result[key] for key in ("data", "task", "model", "max_len", "demo", "verdict", "findings")}
+    page |= result["composition"] | {"rows": survey.evaluation, "pairs": dict(tally.pairs) or None}
+    page["findings"] = [f | {"note": next(filter(None, f["details"]), None)} for f in result["findings"]]
+    page["lengths"] = {"tokens": tokens, "trained": trained, "sampled": len(tokens), "exact": survey.exact,
+                       "over_max_len": survey.findings.count("over_max_len"), "unit": "tokens"}  # fmt: skip
+    page["images"] = {"sizes": tally.image_sizes, "count": media["image"]}
+    page["audio"] = {"seconds": seconds, "count": media["audio"], "limit": 30.0}
+    page["duplicates"] = {
+        "exact": survey.findings.count("duplicate_rows"),
+        "near": survey.findings.count("near_duplicates"),
+        "eval_overlap": survey.findings.count("eval_overlap") if len(survey.rows) > survey.evaluation else None,
+    }
+    if _is_short(tally, survey.evaluation):
+        count = sum(tally.labels.values())
+        page["answers"] = {"distinct": len(tally.labels), "rows": count,
+                           "top_share": max(tally.labels.values()) / count}  # fmt: skip
+        page["labels"] = dict(tally.labels.most_common(20)) if config.show_text else None
+    page["examples"] = examples.show(survey.rows, survey.evaluation, config.task, survey.collator)
+    return page
+
+
+# ---- the set as a whole
+
+
+def _whole_set(survey: Survey, config) -> Iterator[dict]:
+    """Find what only the whole set shows; yields each finding of a row."""
+    tally, count = survey.tally, survey.evaluation
+    if len(tally.counts["formats"]) > 1:
+        formats = tally.counts["formats"]
+        survey.findings.add("mixed_formats", 0, detail=", ".join(sorted(formats)), count=sum(formats.values()))
+    if not tally.trained_rows:
+        survey.findings.add("nothing_trained", 0, count=count)
+    if told := _label_imbalance(tally, count):
+        survey.findings.add("label_imbalance", 0, detail=told, count=sum(tally.labels.values()))
+    if told := _length_bias(tally):
+        survey.findings.add("length_bias", 0, detail=told, count=tally.pairs["pairs"])
+    same = survey.table.same()
+    copies = np.flatnonzero(same[:count] != np.arange(count))
+    yield from _add_rows(survey, "duplicate_rows", [(at, f"as {survey.rows.name(same[at])}") for at in copies.tolist()])
+    near = survey.table.near()
+    inside = near[(near < count).all(1)]
+    cluster = clusters(count, inside)
+    _, first, inverse = np.unique(cluster, return_index=True, return_inverse=True)
+    first = first[inverse]
+    close = np.flatnonzero(first != np.arange(count)).tolist()
+    yield from _add_rows(survey, "near_duplicates", [(at, f"as {survey.rows.name(first[at])}") for at in close])
+    yield from _add_rows(survey, "eval_overlap", _overlap(survey, same, near))
+
+
+def _add_rows(survey: Survey, code: str, found: list[tuple[int, str]]) -> Iterator[dict]:
+    for position, detail in found:
+        name = survey.rows.name(position)
+        survey.findings.add(code, position, name, detail)
+        yield {"code": code, "row": name, "detail": detail}
+
+
+def _overlap(survey: Survey, same: np.ndarray, near: np.ndarray) -> list[tuple[int, str]]:
+    """Evaluation rows that share a row, a prompt, most of their text, or a medium with the training rows."""
+    count, total = survey.evaluation, len(survey.rows)
+    if count == total:
+        return []
+    reasons: dict[int, str] = {}
+    contents, owners = (np.frombuffer(part, np.uint64) for part in survey.tally.media)
+    trained = np.unique(contents[owners < count])
+    shared = owners[(owners >= count) & np.isin(contents, trained)].astype(np.int64)
+    prompts = survey.table.same("prompt")
+    crossing = near[(near.min(1) < count) & (near.max(1) >= count)].max(1) if len(near) else near[:, 0]
+    for positions, reason in (
+        (shared, "its picture or clip"),
+        (crossing, "nearly the same row"),
+        (count + np.flatnonzero(prompts[count:] < count), "its prompt"),
+        (count + np.flatnonzero(same[count:] < count), "the row"),
+    ):
+        reasons |= dict.fromkeys(positions.tolist(), f"{reason} is in the training data")
+    return sorted(reasons.items())
+
+
+def _label_imbalance(tally: Tally, rows: int) -> str:
+    """A figure where nearly all answers are one of a few labels, and these are far from balanced."""
+    short, labels = tally.counts["answers"]["short"], tally.labels
+    if short < 20 or not _is_short(tally, rows):
+        return ""
+    most, least = max(labels.values()), min(labels.values())
+    if len(labels) > 1 and most < 10 * least:
+        return ""
+    return f"the most frequent of {len(labels)} answers is {most / short:.0%} of them, the rarest {least / short:.1%}"
+
+
+def _is_short(tally: Tally, rows: int) -> bool:
+    """Whether nearly all answers are one of a few short ones."""
+    short, labels = tally.counts["answers"]["short"], len(tally.labels)
+    return bool(labels) and short >= 0.8 * rows and labels <= 50 and short >= 5 * labels
+
+
+def _length_bias(tally: Tally) -> str:
+    """A figure where chosen answers are longer, or shorter, in far more than half of the pairs (beyond 3 sigma)."""
+    longer, shorter = tally.pairs["chosen_longer"], tally.pairs["rejected_longer"]
+    unequal = longer + shorter
+    if unequal < 20:
+        return ""
+    share = longer / unequal
+    if abs(share - 0.5) < max(0.15, 1.5 / unequal**0.5):
+        return ""
+    ratio = np.exp(tally.log_ratio / tally.pairs["pairs"])
+    return f"chosen is longer in {share:.0%} of {unequal:,} pairs, {ratio:.2f} times as long on average"
+
+
+# ---- the result
+
+
+def severity_of(code: str, survey: Survey, config) -> str:
+    """How bad a finding is under the flags of this run: an error where training would stop."""
+    severity = KINDS[code].severity
+    if code == "over_max_len" and config.truncation == "error":
+        return ERROR
+    if severity != "share":
+        return severity
+    if code in BAD_MEDIA:
+        total = sum(survey.tally.counts["media"].values())
+        too_many = survey.tally.bad_media > config.max_bad_media * total or config.on_bad_media == "error"
+    else:
+        too_many = survey.findings.count(code) > config.max_bad_media * len(survey.rows)
+    return ERROR if too_many else WARNING
+
+
+def result_of(survey: Survey, config) -> dict:
+    """The verdict with everything behind it, as JSON values."""
+    findings = [_told(code, survey, config) for code in sorted(survey.findings.found, key=ORDER.__getitem__)]
+    findings.sort(key=lambda found: (ERROR, WARNING, INFO).index(found["severity"]))
+    severities = {found["severity"] for found in findings}
+    verdict = INVALID if ERROR in severities else WARNINGS if WARNING in severities else READY
+    tally, count = survey.tally, survey.evaluation
+    counts = {"rows": count, "eval_rows": len(survey.rows) - count, "bad_rows": tally.bad_rows,
+              "trained_rows": tally.trained_rows, **tally.counts["media"], "bad_media": tally.bad_media,
+              "duplicate_rows": survey.findings.count("duplicate_rows"),
+              "near_duplicates": survey.findings.count("near_duplicates")}  # fmt: skip
+    return {
+        "verdict": verdict,
+        "demo": not config.data,
+        "data": survey.names,
+        "task": config.task,
+        "model": config.model,
+        "max_len": config.max_len,
+        "counts": counts,
+        "findings": findings,
+        "lengths": _lengths(survey),
+        "composition": {name: dict(tally.counts[name].most_common(20)) for name in ("formats", "modalities", "roles",
+                        "turns", "scripts") if name in tally.counts},
+        "train_command": _command(survey, config) if verdict != INVALID else None,
+        "exit_code": 3 if verdict == INVALID else 0,
+    }  # fmt: skip
+
+
+def _told(code: str, survey: Survey, config) -> dict:
+    kind, found = KINDS[code], survey.findings.found[code]
+    data = " ".join(map(shlex.quote, survey.names))
+    told = {
+        "code": code,
+        "severity": severity_of(code, survey, config),
+        "title": kind.title,
+        "count": found.count,
+        "rows": list(dict.fromkeys(name for _, name, _ in found.rows if name)),
+        "details": [detail for _, _, detail in found.rows],
+        "remedy": kind.remedy,
+        "command": f"python {script(kind.command.format(data=data))}" if kind.command else None,
+    }
+    if config.show_text:
+        told["text"] = [_excerpt(survey.rows, position) for position, name, _ in found.rows if name]
+        if code == "label_imbalance":
+            told["text"] = [f"{label}: {count}" for label, count in survey.tally.labels.most_common(10)]
+    return told
+
+
+def _excerpt(rows, position: int, size: int = 200) -> str:
+    text = texts_of_entry(rows, position, "any")
+    return text if len(text) <= size else text[: size - 1] + "…"
+
+
+def _lengths(survey: Survey) -> dict | None:
+    if not survey.tally.lengths:
+        return None
+    tokens, trained = np.array(survey.tally.lengths).T
+    quantiles = {name: int(np.percentile(tokens, at, method="higher")) for name, at in QUANTILES.items()}
+    of = "all rows" if survey.exact else f"a random sample of {len(tokens):,} of {survey.evaluation:,} rows"
+    return {"of": of, "tokens": quantiles, "trained_share": round(float(trained.sum() / max(1, tokens.sum())), 4),
+            "over_max_len": survey.findings.count("over_max_len")}  # fmt: skip
+
+
+def _command(survey: Survey, config) -> str | None:
+    """A command line that trains on the data, with a length and a batch size that fit them."""
+    if config.task != "sft":
+        return None
+    words = [f"python {script('sft_train.py')}", f"--model {shlex.quote(config.model or 'google/gemma-4-E2B-it')}"]
+    words.append(f"--dataset {' '.join(map(shlex.quote, survey.names))}")
+    held = " ".join(map(shlex.quote, config.eval_dataset))
+    words.append(f"--eval-dataset {held}" if held else "--test-size 0.1")
+    if lengths := _lengths(survey):
+        longest = lengths["tokens"]["max"] if not lengths["over_max_len"] else config.max_len
+        batch = max(1, min(8, 2 ** int(np.log2(max(1, 4096 / lengths["tokens"]["p95"])))))
+        room = 64 * -(-longest * 5 // 4 // 64)  # a fourth more: rows that were not measured may be longer
+        words.append(f"--max-len {min(config.max_len, room)} --batch-size {batch} --grad-accum {8 // batch}")
+    if survey.evaluation < 1000:
+        words.append("--epochs 3")
+    return " ".join(words)
+
+
+def script(command: str) -> str:
+    """A command of one of the scripts, by the path that the running one was called by."""
+    return shlex.quote(os.path.dirname(sys.argv[0])) + f"/{command}" if os.path.dirname(sys.argv[0]) else command
+
+
+def summary(result: dict) -> str:
+    """The result in a few lines for a person."""
+    counts = result["counts"]
+    media = [f"{counts[kind]:,} {name}" for kind, name in (("image", "images"), ("audio", "clips")) if kind in counts]
+    lines = [
+        result["verdict"],
+        f"data     {', '.join(result['data'])}: {counts['rows']:,} rows for {result['task']}"
+        + (f", {counts['eval_rows']:,} for evaluation" if counts["eval_rows"] else "")
+        + "".join(f", {told}" for told in media),
+    ]
+    if lengths := result["lengths"]:
+        told = ", ".join(f"{name} {lengths['tokens'][name]:,}" for name in ("median", "p95", "max"))
+        lines.append(f"tokens   {told} ({lengths['of']}); {lengths['trained_share']:.1%} are trained")
+    for found in result["findings"]:
+        lines += _lines_of(found)
+    if result["train_command"]:
+        lines.append(f"next     {result['train_command']}")
+    return "\n".join(lines)
+
+
+def _lines_of(found: dict) -> list[str]:
+    detail = next(filter(None, found["details"]), "")
+    lines = [f"{found['severity']:8} {found['code']}: {found['count']:,} {found['title']}"]
+    if found["rows"]:
+        more = ", ..." if found["count"] > len(found["rows"]) else ""
+        lines.append(f"         rows: {', '.join(found['rows'])}{more}" + (f" (first: {detail})" if detail else ""))
+    elif detail:
+        lines.append(f"         {detail}")
+    lines += [f"         | {text}" for text in found.get("text", ()) if text]
+    lines.append(f"         mend: {found['remedy']}" + (f"; {found['command']}" if found["command"] else ""))
+    return lines
