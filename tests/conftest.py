@@ -76,11 +76,11 @@ def media(tmp_path_factory):
 def script():
     """Run a script in its own process; returns the finished process with text output."""
 
-    def run(*arguments, cwd=None, env=None, timeout=300):
+    def run(*arguments, env=None, timeout=300, **options):
         name, *rest = map(str, arguments)
         return subprocess.run(
             [sys.executable, str(ASSETS / name), *rest],
-            cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout,
+            env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout, **options,
         )  # fmt: skip
 
     return run

@@ -42,10 +42,12 @@ class RowsWriter:
             writer.write({"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, ...]})
 
     Raises:
-        UsageError: at once, for another suffix, or a file that is there already and not to be overwritten.
+        UsageError: at once, for no path, another suffix, or a file that is there already and not to be overwritten.
     """
 
-    def __init__(self, path: str | Path, overwrite: bool = False, access: MediaAccess = MediaAccess()):
+    def __init__(self, path: str | Path | None, overwrite: bool = False, access: MediaAccess = MediaAccess()):
+        if path is None:
+            raise UsageError("--output FILE says where the rows go: a .jsonl or .parquet file")
         self.path, self.access, self.count = user_path(path), access, 0
         check_output(self.path, overwrite)
         self.store = MediaStore(self.path)

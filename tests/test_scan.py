@@ -1,0 +1,73 @@
+"""All cores look at the pieces of a data set; results come in order, and nothing outlives the main process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+
+from conftest import ASSETS
+from gemma_trainer.scan import FEW, PIECE, scan
+
+
+def numbers(start, stop):
+    return list(range(start, stop))
+
+
+def fails(start, stop):
+    raise ValueError(f"piece {start}")
+
+
+def dies(start, stop):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("workers", [None, 1, 2, 3])
+@pytest.mark.parametrize("total", [0, 1, FEW, FEW + 1, 5 * PIECE + 3])
+def test_every_row_comes_once_and_in_order(total, workers):
+    assert [row for piece in scan(numbers, total, workers) for row in piece] == list(range(total))
+
+
+def test_an_error_and_a_killed_worker_end_the_scan():
+    with pytest.raises(ValueError, match="piece 0"):
+        list(scan(fails, 1000, 2))
+    with pytest.raises(BrokenProcessPool):
+        list(scan(dies, 1000, 2))
+
+
+def test_who_stops_early_leaves_no_process_behind():
+    import psutil
+
+    for piece in scan(numbers, 100_000, 2):
+        assert piece
+        break
+    deadline = time.monotonic() + 10
+    while psutil.Process().children() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not psutil.Process().children()
+
+
+def test_workers_end_when_the_main_process_is_killed(tmp_path):
+    import psutil
+
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(ASSETS)!r})
+from gemma_trainer.scan import scan
+def slow(start, stop):
+    print(flush=True)
+    time.sleep(0.2)
+for _ in scan(slow, 10**6, 2):
+    pass
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout.read(1)
+    children = psutil.Process(process.pid).children()
+    assert len(children) == 2
+    process.kill()
+    process.wait()
+    gone, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive
