@@ -20,6 +20,7 @@ from .media import MediaAccess, find_media
 from .media_files import REMOTE, path_of
 from .preferences import read_preference
 from .rows import SOURCE, opened, read_row
+from .scan import Progress
 from .targets import TARGETS, messages_row, preference_row, prompt_completion_row
 from .writing import RowsWriter
 
@@ -64,9 +65,10 @@ def convert(config) -> dict:
     rows, told = open_sources(list(config.data) or [str(SAMPLES / "train.jsonl")])
     _check_apart(rows, writer.path, rejected)
     tally = Tally()
-    with writer, RowsWriter(rejected, overwrite=True) as rejects:
+    with Progress(len(rows), "converted") as progress, writer, RowsWriter(rejected, overwrite=True) as rejects:
         for raw in rows.read(0, len(rows)):
             _one(raw, config, given, writer, rejects, tally)
+            progress.add(1)
         _check_map(given, tally)
     if not rejects.count:
         rejected.unlink(missing_ok=True)  # that of an earlier run

@@ -81,6 +81,7 @@ def _check_form(rows, data: Data, access: MediaAccess) -> None:
                 data.missing.append((row.name, str(problem)))
     if total:
         more = f"\n{total} bad rows in all, also {', '.join(others)}" + (", ..." if total > SHOWN else "")
+        more += " (dataset_prep.py check tells what is wrong with all of them)"
         raise DataError(first_bad + (more if others else ""))
 
 

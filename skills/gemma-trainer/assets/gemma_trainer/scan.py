@@ -34,7 +34,7 @@ def scan(work: Callable[[int, int], object], total: int, workers: int | None = N
     workers = workers or (_cores() if total > FEW else 1)
     size = max(1, min(PIECE, -(-total // (4 * workers))))
     pieces = [(start, min(start + size, total)) for start in range(0, total, size)]
-    with _Progress(total, doing) as progress:
+    with Progress(total, doing) as progress:
         results = (work(*piece) for piece in pieces) if workers == 1 else _in_processes(work, pieces, workers)
         for (start, stop), result in zip(pieces, results, strict=True):
             progress.add(stop - start)
@@ -83,8 +83,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Progress:
-    """A bar on a terminal; else a line now and then, where it takes long."""
+class Progress:
+    """How far a long piece of work has come: a bar on a terminal; else a line now and then. A context."""
 
     def __init__(self, total: int, doing: str):
         self.total, self.doing, self.done = total, doing, 0

@@ -169,7 +169,9 @@ class Checker:
         return facts
 
     def _describe(self, seen: _Seen, raw, tally: Tally) -> None:
-        """Count what a row is made of."""
+        """Count what a training row is made of."""
+        if seen.position >= self.evaluation:
+            return
         row = seen.row
         kinds = sorted({medium.kind for medium in row.media}) if row.media else ()
         tally.count("formats", format_of(raw))
@@ -183,7 +185,7 @@ class Checker:
             tally.clip_seconds += [known.seconds for known in seen.facts if known and known.seconds]
         if isinstance(seen.entry, Preference):
             self._describe_pair(seen.entry, tally)
-        elif row.messages and row.messages[-1]["role"] == "assistant" and seen.position < self.evaluation:
+        elif row.messages and row.messages[-1]["role"] == "assistant":
             answer = "".join(texts_of(row.messages[-1]))
             if len(answer) <= LABEL_LENGTH and answer.strip() and "tool_calls" not in row.messages[-1]:
                 tally.count("answers", "short")
