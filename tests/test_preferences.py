@@ -55,6 +55,12 @@ def test_both_answers_get_the_prompts_media():
     assert pair.chosen.messages[0]["content"][0] == {"type": "image"}
 
 
+def test_the_media_of_both_answers_are_the_pairs():
+    shown = [said("assistant", [{"type": "image", "image": name}]) for name in ("b.png", "c.png")]
+    pair = read_preference({"prompt": "<image>Draw", "image": "a.png", "chosen": shown[:1], "rejected": shown[1:]})
+    assert [medium.value for medium in pair.media] == ["a.png", "b.png", "c.png"]
+
+
 @pytest.mark.parametrize(("row", "code"), [
     ({"prompt": "Name a fruit", "chosen": "Pear"}, "missing_field"),
     ({"messages": [*HELLO, PEAR]}, "wrong_task"),

@@ -127,7 +127,7 @@ class Mender:
             entry = read_entry(fields, f"row {position}")
             row = main_row(entry)
             keys, media = [], {}
-            for medium in row.media:
+            for medium in entry.media:
                 key, better = self._mend_medium(medium, row, changes)
                 keys.append(key)
                 if better is not None:

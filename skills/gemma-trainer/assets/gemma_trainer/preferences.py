@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .errors import Fault
 from .rows import Row, make_row, opened, read_messages, read_request, untrained, with_system
+from .slots import Media, blocks_of
 
 ACCEPTED_PREFERENCES = (
     "prompt (or messages, conversations, instruction) + chosen + rejected, strings or messages; or chosen and rejected "
@@ -26,6 +27,12 @@ class Preference:
     rejected: Row
     shared: int
     margin: float | None = None
+
+    @property
+    def media(self) -> list[Media]:
+        """The media of the prompt, of the chosen answer, and of the rejected one."""
+        blocks = (block for m in self.rejected.messages[: self.shared] for block in blocks_of(m["content"]))
+        return self.chosen.media + self.rejected.media[sum(block["type"] != "text" for block in blocks) :]
 
 
 def read_preference(raw: Mapping, name: str = "row") -> Preference:

@@ -129,7 +129,7 @@ def check(config) -> dict:
     else:
         with RowsWriter(config.output, config.overwrite) as writer:
             result = result_of(take_survey(config, load_collator(config), writer.write), config)
-        result["output"] = config.output
+        result["output"] = config.output if writer.count else None
     return result | {"summary": summary(result)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from array import array
@@ -142,7 +143,7 @@ class Checker:
 
     def _media(self, seen: _Seen, tally: Tally) -> None:
         """Look at a row's media; `seen.facts` has None for those that cannot be read."""
-        for medium in seen.row.media:
+        for medium in seen.entry.media:
             tally.count("media", medium.kind)
             facts = self._inspected(medium, seen.row.folder)
             if isinstance(facts, MediaError):
@@ -173,7 +174,7 @@ class Checker:
         if seen.position >= self.evaluation:
             return
         row = seen.row
-        kinds = sorted({medium.kind for medium in row.media}) if row.media else ()
+        kinds = sorted({medium.kind for medium in seen.entry.media}) if row.media else ()
         tally.count("formats", format_of(raw))
         tally.count("modalities", "+".join(["text", *kinds]))
         tally.count("turns", str(len(row.messages) or 1))
@@ -195,7 +196,7 @@ class Checker:
         chosen, rejected = (answer_length(pair, side) for side in (pair.chosen, pair.rejected))
         longer = "chosen_longer" if chosen > rejected else "rejected_longer" if chosen < rejected else "equal"
         tally.pairs.update({"pairs": 1, longer: 1})
-        tally.log_ratio += float(np.log((chosen + 1) / (rejected + 1)))
+        tally.log_ratio += math.log((chosen + 1) / (rejected + 1))
 
     # -- tokens
 
@@ -207,7 +208,7 @@ class Checker:
         if not self.tokens:
             tally.trained_rows += trains
             return []
-        if row.media and (missing := {medium.kind for medium in row.media} - self.tokens.collator.modalities):
+        if missing := {medium.kind for medium in seen.entry.media} - self.tokens.collator.modalities:
             tally.findings.add("media_unsupported", seen.position, row.name, " and ".join(sorted(missing)))
             return []
         shapes = [self.tokens.shape(side) for side in sides]
