@@ -21,7 +21,14 @@ PAIR = {"prompt": "Name a fruit", "chosen": "Pear", "rejected": "Chair"}
 
 
 def run(data, output, to="messages", **options):
-    options = {"overwrite": False, "map": (), "prompt": None, "allow_remote_media": False, "media_root": None} | options
+    options = {
+        "overwrite": False,
+        "map": (),
+        "keep": (),
+        "prompt": None,
+        "allow_remote_media": False,
+        "media_root": None,
+    } | options
     data = (str(data),) if not isinstance(data, tuple) else data
     return convert(SimpleNamespace(data=data, to=to, output=str(output), **options))
 
@@ -206,7 +213,7 @@ def test_rows_that_cannot_be_converted_are_kept_with_the_reason(tmp_path):
         "wrong_type", "bad_encoding",
     ]  # fmt: skip
     assert lines[1]["data"] == rows[2] and "data" not in lines[0]
-    assert "columns: a, b; say it with, for example, --map user=a assistant=b" in lines[2]["reason"]
+    assert "columns: a, b; say it with --map user=COLUMN assistant=COLUMN" in lines[2]["reason"]
     assert "more than one column may be the answer (answer, solution)" in lines[4]["reason"]
     assert "9 rows, see" in result["summary"] and "in.jsonl:2: not valid JSON" in result["summary"]
     assert result["rejected_file"].endswith("new/out.rejected.jsonl")
@@ -224,7 +231,7 @@ def test_messages_quote_no_data_of_a_table_without_a_header(tmp_path):
     (tmp_path / "in.csv").write_text("my secret diary of last year,yes it was nice\nx,y\n")
     with pytest.raises(DataError) as caught:
         run(tmp_path / "in.csv", tmp_path / "out.jsonl")
-    assert "secret" not in str(caught.value) and "user=QUESTION assistant=ANSWER" in str(caught.value)
+    assert "secret" not in str(caught.value) and "user=COLUMN assistant=COLUMN" in str(caught.value)
 
 
 def test_bytes_of_a_rejected_row_are_only_named(tmp_path):

@@ -1,6 +1,7 @@
 """dataset_prep.py from the outside: verdicts that training agrees with, every finding, every exit code."""
 
 import json
+import os
 import random
 import re
 import resource
@@ -81,7 +82,7 @@ def test_each_finding_is_told_once_with_its_rows_and_a_remedy(check, script, tmp
     for finding in result["findings"]:
         assert finding["remedy"] and finding["severity"] == KINDS[finding["code"]].severity
     done = script(PREP, *found(result)["duplicate_rows"]["command"].split()[2:], cwd=tmp_path)
-    assert done.returncode == 0 and (tmp_path / "fixed.jsonl").read_text().count("\n") == 28, done.stderr
+    assert done.returncode == 0 and (tmp_path / "rows.fixed.jsonl").read_text().count("\n") == 28, done.stderr
 
 
 BAD = {
@@ -94,6 +95,7 @@ BAD = {
     "placeholder_without_media": talk([{"type": "image"}], "b"),
     "media_without_placeholder": talk([{"type": "image"}], "b", images=["a.png", "b.png"]),
     "bad_text_row": {"text": "<|turn>model\nHi<turn|>\nbetween"}, "media_missing": talk("a", "b", image="none.png"),
+    "media_folder": {"file_name": "a.png", "text": "A red square"},
     "bad_encoding": '{"prompt": "\\ud800", "completion": "x"}',
 }  # fmt: skip
 
@@ -186,6 +188,21 @@ def test_the_command_that_check_suggests_trains(check, script, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_suggested_command_keeps_the_flags_that_were_checked(check, tmp_path):
+    flags = ["--loss-on", "last-turn", "--no-train-reasoning", "--max-bad-media", "0.2", "--media-root", tmp_path]
+    _, result = check(write(tmp_path / "rows.jsonl", plain(30)), *flags)
+    told = f"--loss-on last-turn --no-train-reasoning --max-bad-media 0.2 --media-root {tmp_path}"
+    assert result["train_command"].endswith(told)
+
+
+def test_lengths_of_pairs_are_of_each_side(check, tmp_path):
+    pairs = [{"prompt": text, "chosen": f"A {text}", "rejected": "B"} for text in texts(20, words=20)]
+    _, result = check(write(tmp_path / "rows.jsonl", pairs), "--task", "dpo", "--model", "demo")
+    lengths = result["lengths"]
+    assert lengths["of"] == "all rows, both answers of each" and 0 < lengths["trained_share"] < 0.6
+    assert lengths["tokens"]["max"] > 1.6 * lengths["tokens"]["min"]
+
+
 def test_reasoning_and_inexact_prompts_are_told(check, tmp_path):
     steps = [said("user", "a"), said("assistant", "b", reasoning="Hm."), said("user", "c"), said("assistant", "d")]
     rows = [talk(text, "fine") for text in texts(1500)] + [{"messages": steps}]
@@ -255,7 +272,7 @@ def test_text_is_shown_only_when_asked_for(script, tmp_path):
     rows = [talk(f"{secret} {number}", secret) for number in range(30)] + [talk(f"{secret} 1", secret)] * 2
     rows += [
         '{"messages": "' + secret,
-        {secret + " words": 1},
+        {secret + " and more words": 1},
         {"messages": [said(secret)]},
         talk("a", "b", image=secret * 20),
     ]
@@ -270,9 +287,9 @@ def test_text_is_shown_only_when_asked_for(script, tmp_path):
 def test_the_output_stays_short_whatever_is_wrong(script, tmp_path, media):
     rows = [row for row in BAD.values() for _ in range(50)]
     rows += [talk(f"<bos> [INST] <turn|> {number} schÃ¶n hf_{'a' * 34}", "") for number in range(50)]
-    data = write(tmp_path / "rows.jsonl", rows)
+    write(tmp_path / "rows.jsonl", rows)
     for flags in (["--model", "demo"], ["--json"]):
-        done = script(PREP, "check", data, *flags)
+        done = script(PREP, "check", "rows.jsonl", *flags, cwd=tmp_path)
         assert done.returncode == 3 and len(done.stdout) < 16_000
 
 
@@ -323,7 +340,10 @@ def limit_memory():
 
 def test_wrong_usage_is_exit_2(script, tmp_path):
     data = write(tmp_path / "rows.jsonl", [talk("a", "b")])
-    for arguments in (["chek"], ["check", data, "--task", "x"], ["fix", data], ["convert", data, "--to", "x"],
+    for arguments in (["chek"], ["check", ""], ["check", data, "--output", data, "--overwrite"],
+                      ["report", data, "--output", "a.txt"], ["report", data, "--output", "/proc/x.html"],
+                      ["fix", data, "--output", data / "x.jsonl"], ["split", data, "--test-size", "0"],
+                      ["check", data, "--task", "x"], ["fix", data], ["convert", data, "--to", "x"],
                       ["convert", data, "--output", "a.txt"], ["fix", data, "--output", data],
                       ["split", data, "--test-size", "2"]):  # fmt: skip
         done = script(PREP, *arguments)
@@ -383,6 +403,55 @@ def test_an_interruption_leaves_nothing_half_written(tmp_path, command, number, 
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == code and stdout == "" and "Traceback" not in stderr, stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_signal_to_all_processes_ends_them_all(tmp_path):
+    """As `timeout` and batch systems send it."""
+    import psutil
+
+    line = json.dumps(talk("question " * 30, "")) + "\n"
+    (tmp_path / "rows.jsonl").write_text(line * 150_000)
+    for wait in (0.9, 1.3, 1.7):
+        out = tmp_path / f"{wait}" / "new.jsonl"
+        command = [
+            sys.executable,
+            str(ASSETS / PREP),
+            "fix",
+            tmp_path / "rows.jsonl",
+            "--output",
+            out,
+            "--num-workers",
+            "2",
+        ]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(wait)
+        children = psutil.Process(process.pid).children()
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=30) in (143, -signal.SIGTERM)  # before the handler stands, Python just ends
+        assert not psutil.wait_procs(children, timeout=10)[1] and not list(out.parent.glob("*"))
+
+
+def test_a_reader_that_goes_away_and_closed_streams_are_no_fault(tmp_path):
+    command = f"{sys.executable} {ASSETS / PREP} check"
+    for tail, code in (("| true; exit ${PIPESTATUS[0]}", 0), ("2>&-", 0), (">/dev/full", 4)):
+        done = subprocess.run(["bash", "-c", f"{command} {tail}"], capture_output=True, text=True)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+
+
+def test_names_that_are_no_regular_files_are_passed_over(check, tmp_path, script):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    write(tmp_path / "rows.jsonl", plain(3))
+    assert check(tmp_path / "*.jsonl")[1]["counts"]["rows"] == 3
+    assert script(PREP, "check", "org/name:test[:10]").returncode == 5
+
+
+def test_rows_of_files_of_one_name_are_told_apart(check, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "rows.jsonl", [*plain(3, seed=ord(folder)), talk("x", "")])
+    _, result = check(tmp_path / "a", tmp_path / "b")
+    assert found(result)["empty_answer"]["rows"] == [f"{tmp_path}/{folder}/rows.jsonl:4" for folder in "ab"]
 
 
 # ---- the other commands

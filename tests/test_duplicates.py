@@ -33,7 +33,7 @@ def similarity(one, other):
 def table_of(all_texts, common=NONE_COMMON):
     table, records = Table(), np.zeros(len(all_texts), ROW)
     records["row"] = [keys_of([text])[0] for text in all_texts]
-    records["text"] = sketches(all_texts, common)
+    records["text"] = sketches(all_texts, common)[0]
     table.append(records)
     return table
 
@@ -45,8 +45,8 @@ def test_keys_tell_the_end_of_one_text_from_the_beginning_of_the_next():
 
 def test_a_sketch_depends_on_the_text_alone():
     mixed = ["", "short", *texts(3), "ünïcödé words in a row", "same length", ""]
-    together = sketches(mixed, NONE_COMMON)
-    assert (together == np.concatenate([sketches([text], NONE_COMMON) for text in mixed])).all()
+    together = sketches(mixed, NONE_COMMON)[0]
+    assert (together == np.concatenate([sketches([text], NONE_COMMON)[0] for text in mixed])).all()
     assert together.any(1).tolist() == [False, False, True, True, True, True, True, False]
 
 
@@ -55,7 +55,7 @@ def test_the_estimate_is_near_the_similarity_of_the_windows(share):
     rng = random.Random(1)
     for text in texts(10, seed=2):
         other = changed(text, share, rng)
-        one, two = sketches([text, other], NONE_COMMON).view(np.uint8).reshape(2, -1)
+        one, two = sketches([text, other], NONE_COMMON)[0].view(np.uint8).reshape(2, -1)
         assert abs((one == two).mean() - similarity(text, other)) < 0.2  # five times the standard error at 0.5
 
 
@@ -74,7 +74,19 @@ def test_a_prompt_template_that_all_rows_share_does_not_make_them_near():
     template = "You are given a review of a film. Say in one word whether the one who wrote it liked it or not: "
     rows = [template + payload for payload in texts(200, words=2, seed=5)]
     assert len(table_of(rows).near()) > 100
-    assert not len(table_of(rows, common_windows(rows)).near())
+    common = common_windows(rows)
+    assert not len(table_of(rows, common).near())
+    shared = sketches([rows[0], rows[0] * 3, template, "", "short", texts(1)[0]], common)[1]
+    assert 0.8 < shared[0] < shared[2] == 1 and shared[3:].tolist() == [0, 0, 0]
+
+
+def test_near_copies_of_one_row_are_found_though_they_are_many():
+    """They share their answers, too, unlike the rows of a prompt template."""
+    rng, (first, *others) = random.Random(8), texts(121, words=100)
+    copies = [changed(first, 0.01, rng) for _ in range(60)]
+    common = common_windows([" ".join(text.split()[:20]) for text in copies + others])  # what is asked
+    groups = clusters(180, table_of(copies + others, common).near())
+    assert np.bincount(groups[:60]).max() >= 58 and len(set(groups[60:].tolist())) == 120
 
 
 def test_copies_point_to_the_first_one_and_are_left_out_of_the_near_ones():

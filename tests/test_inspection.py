@@ -60,7 +60,7 @@ def test_what_can_be_read_is_told_with_what_is_odd_about_it(folder, name, notes)
 
 
 @pytest.mark.parametrize(("name", "kind", "code"), [
-    ("none.png", None, "media_missing"), ("empty.png", None, "media_missing"), ("cut.jpg", None, "media_unreadable"),
+    ("none.png", None, "media_missing"), ("empty.png", None, "media_unreadable"), ("cut.jpg", None, "media_unreadable"),
     ("cut.png", None, "media_unreadable"), ("binary.png", None, "media_unreadable"),
     ("page.jpg", None, "media_wrong_kind"), ("fine.wav", "image", "media_wrong_kind"),
     ("fine.jpg", "audio", "media_wrong_kind"), ("nan.wav", None, "media_nan"), ("short.wav", None, "audio_short"),

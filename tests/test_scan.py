@@ -5,12 +5,16 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures.process import BrokenProcessPool
 
+import numpy as np
 import pytest
 
 from conftest import ASSETS
+from gemma_trainer import duplicates
+from gemma_trainer.errors import OutOfMemory
 from gemma_trainer.scan import FEW, PIECE, scan
+
+NONE_COMMON = np.zeros(2**duplicates.TABLE_BITS, bool)
 
 
 def numbers(start, stop):
@@ -32,10 +36,34 @@ def test_every_row_comes_once_and_in_order(total, workers):
 
 
 def test_an_error_and_a_killed_worker_end_the_scan():
-    with pytest.raises(ValueError, match="piece 0"):
+    with pytest.raises(ValueError, match="piece"):
         list(scan(fails, 1000, 2))
-    with pytest.raises(BrokenProcessPool):
+    with pytest.raises(OutOfMemory, match="killed"):
         list(scan(dies, 1000, 2))
+
+
+def writes_much(start, stop):
+    return b"x" * 10_000_000
+
+
+def test_a_worker_that_is_killed_while_it_answers_does_not_hang_the_scan():
+    import psutil
+
+    pieces = scan(writes_much, 10**6, 2)
+    next(pieces)
+    time.sleep(0.5)  # both workers are in the middle of an answer that nobody takes
+    psutil.Process().children()[0].kill()
+    with pytest.raises(OutOfMemory):
+        list(pieces)
+
+
+def sketched(start, stop):
+    return duplicates.sketches([f"some text of row {number}" for number in range(start, stop)], NONE_COMMON)[0]
+
+
+def test_what_the_main_process_has_used_does_not_hang_its_workers():
+    sketched(0, 1000)
+    assert len(np.concatenate(list(scan(sketched, 1000, 2)))) == 1000
 
 
 def test_who_stops_early_leaves_no_process_behind():

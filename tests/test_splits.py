@@ -96,6 +96,23 @@ def test_media_paths_lead_to_the_same_files_from_another_folder(tmp_path, media)
     data.unlink()
 
 
+def test_rows_that_no_one_can_read_are_not_what_is_held_back(tmp_path):
+    rows = [talk(text, "ok") for text in texts(10)] + [{"foo": number} for number in range(8)]
+    data = write(tmp_path / "rows.jsonl", rows)
+    for seed in range(5):
+        result = splits.split(config(data, seed=seed, test_size=0.2, overwrite=True))
+        assert result["rows"] == {"train": 16, "test": 2} and all("messages" in row for row in read(result["test"]))
+    assert "8 rows are in no known form" in result["notes"][0]
+    with pytest.raises(DataError, match="none of 3 rows can be read"):
+        splits.split(config(write(tmp_path / "bad.jsonl", [{"foo": 1}] * 3)))
+
+
+def test_a_share_that_groups_make_impossible_is_told(tmp_path):
+    rows = [talk(text, "ok") | {"agent": number % 2} for number, text in enumerate(texts(20))]
+    result = splits.split(config(write(tmp_path / "rows.jsonl", rows), group_by="agent"))
+    assert result["notes"] == ["50.0% instead of 10.0%: rows that belong together are too many to part"]
+
+
 def test_lines_that_cannot_be_read_are_put_aside(tmp_path):
     data = write(tmp_path / "rows.jsonl", [talk(text, "ok") for text in texts(20)])
     with data.open("a") as file:

@@ -21,7 +21,7 @@
 #     "trl>=1.14.2,!=1.15.*,<2",
 # ]
 # ///
-"""Check, convert, split and mend the data that a Gemma is to be trained on, before anything is trained."""
+"""Check, convert, split and mend the data that a Gemma is to be trained on. Without a command: check the samples."""
 
 from __future__ import annotations
 
@@ -55,14 +55,20 @@ class DataFlags:
 
 @dataclass(frozen=True)
 class OutputFlags(DataFlags):
-    output: str | None = flag(help="the file to write, .jsonl or .parquet")
+    output: str | None = flag(help="the file to write, .jsonl or .parquet (required)")
     overwrite: bool = flag(False, "replace what is there")
     media_root: str | None = flag(help="refuse media files outside this folder")
     allow_remote_media: bool = flag(False, "fetch media from http(s) URLs")
 
 
 @dataclass(frozen=True)
-class SurveyFlags(cli.CollatorFlags, DataFlags):
+class FixFlags(OutputFlags):
+    output: str | None = flag(help="the .jsonl file to write (required)")
+    drop: tuple[str, ...] = flag((), "leave out the rows with these findings, such as empty_answer no_answer")
+
+
+@dataclass(frozen=True)
+class TaskFlags(DataFlags):
     task: str = flag("sft", "what the rows are for", ("sft", "dpo", "reward"))
     model: str | None = flag(help="hub id or folder of the Gemma that will be trained, or demo; without it no tokens")
     max_len: int = flag(2048, "most tokens in a row, media tokens included")
@@ -70,6 +76,11 @@ class SurveyFlags(cli.CollatorFlags, DataFlags):
     exact: bool = flag(False, "tokenize every row; by default those that may be too long, and a random sample")
     show_text: bool = flag(False, "show the beginnings of rows that were found")
     seed: int = flag(0, "seed of the random sample")
+
+
+@dataclass(frozen=True)
+class SurveyFlags(cli.CollatorFlags, TaskFlags):
+    pass
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,12 @@ class ReportFlags(SurveyFlags):
 @dataclass(frozen=True)
 class ConvertFlags(OutputFlags):
     to: str = flag("messages", "the form of the rows to write", ("messages", "prompt-completion", "preference"))
-    map: tuple[str, ...] = flag((), "which column is what, such as user=question assistant=answer image=file")
+    map: tuple[str, ...] = flag(
+        (),
+        'which column is what, such as user="Customer Question" assistant=answer; targets: system user assistant image '
+        "audio prompt completion chosen rejected margin messages tools",
+    )
+    keep: tuple[str, ...] = flag((), "columns to carry over as they are, such as an id (.jsonl only)")
     prompt: str | None = flag(help="the question, where a row is only a picture or clip and its text")
 
 
@@ -127,7 +143,7 @@ def split(config: SplitFlags) -> dict:
     return splits.split(config)
 
 
-def fix(config: OutputFlags) -> dict:
+def fix(config: FixFlags) -> dict:
     sources.must_exist(*config.data)
     from gemma_trainer import fixes
 
@@ -147,7 +163,7 @@ COMMANDS = {
     ),
     "convert": (convert, ConvertFlags, "Turn tables, other formats and folders of media into rows; tell how."),
     "split": (split, SplitFlags, "Part rows for training and evaluation, so that nothing is on both sides."),
-    "fix": (fix, OutputFlags, "Mend what is safe to mend alone: None keys, roles, control text, EXIF, audio, copies."),
+    "fix": (fix, FixFlags, "Mend what is safe to mend alone: None keys, roles, control text, EXIF, audio, copies."),
 }
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from .preferences import Preference
 from .rows import ROLES, Row
-from .slots import TEXT_PLACEHOLDER, blocks_of, is_blank, media_columns, media_in
+from .slots import TEXT_PLACEHOLDER, blocks_of, is_blank, media_columns
 
 Notes = Iterator[tuple[str, str]]
 
@@ -20,13 +20,15 @@ Notes = Iterator[tuple[str, str]]
 CONTROL = re.compile(
     r"<\|(?:turn|channel|think|tool|tool_call|tool_response|image|audio|video)\|?>"
     r"|<(?:turn|channel|tool|tool_call|tool_response|image|audio)\|>"
-    r"|<(?:start|end)_of_(?:turn|image|audio)>|<(?:image|audio)_soft_token>|<(?:bos|eos|pad|unk|mask)>"
+    r"|<(?:start|end)_of_(?:turn|image|audio)>|<(?:image|audio)_soft_token>|<[be]os>"
 )
 BOS = "<bos>"
-# ChatML (Qwen and others), Llama 3 and 2, Phi and Zephyr, and the headings of Alpaca's prompt.
+# ChatML (Qwen and others), Llama 3 and 2, Phi and Zephyr, the headings of Alpaca's prompt, and what others write
+# reasoning and tool calls as.
 FOREIGN = (
     "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|start_header_id|>", "<|eot_id|>", "[INST]",
     "[/INST]", "<<SYS>>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "### Instruction:", "### Response:",
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
 )  # fmt: skip
 # How UTF-8 looks that was read as Latin-1 or Windows-1252, as Windows-1251, or as Mac Roman: a sign to ask ftfy, which
 # looks closer but takes long.
@@ -107,7 +109,7 @@ def _given_roles(raw: Mapping) -> list[str]:
     messages = raw.get("messages") or raw.get("conversations")
     if not isinstance(messages, list):
         return []
-    return [ROLES.get(m.get("role") or m.get("from"), "") for m in messages if isinstance(m, Mapping)]
+    return [ROLES.get(str(m.get("role") or m.get("from")), "") for m in messages if isinstance(m, Mapping)]
 
 
 def _check_blanks(row: Row) -> Notes:
@@ -155,14 +157,13 @@ def check_text(text: str, control: re.Pattern = CONTROL, bos: str = BOS) -> Note
             yield "stray_bos", ""
         if found := set(control.findall(text)) - {bos}:
             yield "control_text", ", ".join(sorted(found)[:5])
-    if any(sign in text for sign in ("<|", "INST]", "<<SYS", "### ")):
+    if any(sign in text for sign in ("<|", "INST]", "<<SYS", "### ", "think>", "<tool_")):
         if found := [marker for marker in FOREIGN if marker in text]:
             yield "foreign_markers", ", ".join(found)
     if not text.isascii() and is_mojibake(text):
         yield "mojibake", ""
-    for start, (kind, pattern) in SECRETS.items():
-        if start in text and re.search(pattern, text):
-            yield "secret", kind
+    if kinds := [kind for start, (kind, key) in SECRETS.items() if start in text and re.search(key, text)]:
+        yield "secret", ", ".join(dict.fromkeys(kinds))
 
 
 def is_mojibake(text: str) -> bool:
@@ -182,7 +183,7 @@ def is_mojibake(text: str) -> bool:
 def check_pair(pair: Preference) -> Notes:
     """What makes a preference pair useless, or odd."""
     chosen, rejected = (_said(side.messages[pair.shared :]) for side in (pair.chosen, pair.rejected))
-    if chosen == rejected:
+    if chosen == rejected and len(pair.media) == len(pair.chosen.media):  # with media in the answers they may differ
         yield "equal_answers", ""
     if pair.margin is not None and pair.margin < 0:
         yield "negative_margin", f"{pair.margin:g}"
@@ -190,11 +191,13 @@ def check_pair(pair: Preference) -> Notes:
 
 def _said(messages: list[dict]) -> list:
     """Messages as they are compared: without white space around their texts."""
-    return [
-        (m["role"], [b.get("text", b["type"]).strip() for b in blocks_of(m["content"])], m.get("tool_calls"))
-        for m in messages
-        if not is_blank(m["content"]) or "tool_calls" in m or media_in(m)
-    ]
+    said = []
+    for message in messages:
+        more = {key: value for key, value in message.items() if key not in ("role", "content", "train")}
+        if more or not is_blank(message["content"]):
+            texts = [block.get("text", block["type"]).strip() for block in blocks_of(message["content"])]
+            said.append((message["role"], texts, more))
+    return said
 
 
 def answer_length(pair: Preference, side: Row) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import json
@@ -24,6 +25,11 @@ EXIT_CODES = """exit codes:
   1 unexpected fault     4 unfit environment, no disk   7 training diverged
   2 wrong usage          5 model or data set not loaded 8 a check did not pass
   130 interrupted, 143 terminated (a checkpoint was saved, if training had begun)"""
+EXIT_CODES_DATA = """exit codes:
+  0 done (rows that were put aside are counted, and told)     4 missing package, or no room on the disk
+  1 unexpected fault                                          5 model or hub data set not loaded
+  2 wrong usage, or a file that is there already              6 out of memory
+  3 bad data: INVALID, no such file, or no row can be used    130 interrupted, 143 terminated: nothing was written"""
 LESS_MEMORY = "lower in this order: --batch-size (raise --grad-accum instead), --max-len, --lora-r"
 
 
@@ -121,8 +127,9 @@ class CollatorFlags:
 
 def build_parser(flags: type, description: str, examples: str, command: str = "") -> argparse.ArgumentParser:
     """A parser with one flag for each field of the dataclass `flags`, in order."""
-    parser = _parser(description, examples, command)
-    if any(field.name == "batch_size" for field in dataclasses.fields(flags)):
+    trains = any(field.name == "batch_size" for field in dataclasses.fields(flags))
+    parser = _parser(description, examples, command, EXIT_CODES if trains else EXIT_CODES_DATA)
+    if trains:
         parser.epilog += f"\n\nwhen memory runs out, {LESS_MEMORY}"
     parser.add_argument(
         "--config",
@@ -134,11 +141,11 @@ def build_parser(flags: type, description: str, examples: str, command: str = ""
     return parser
 
 
-def _parser(description: str, examples: str, command: str = "") -> _Parser:
+def _parser(description: str, examples: str, command: str = "", exit_codes: str = EXIT_CODES_DATA) -> _Parser:
     return _Parser(
         prog=f"{Path(sys.argv[0]).name} {command}".strip(),
         description=description,
-        epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
+        epilog=f"examples:\n{examples}\n\n{exit_codes}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -292,13 +299,20 @@ def _read_command(commands: dict[str, tuple], description: str, examples: str, a
 
 def _run(read, argv: list[str]) -> int:
     """Do what `read()` says, which returns (work, config)."""
+    for name in ("stdout", "stderr"):  # closed by who called us
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
     config, stdout = None, sys.stdout
     try:
         work, config = read()
         _quiet_environment()
-        signal.signal(signal.SIGTERM, _terminated)
+        for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores the latter
+                signal.signal(number, _terminated)
         sys.stdout = sys.stderr
         result = work(config)
+        sys.stdout = stdout
+        return _print_result(result, config)
     except BaseException as problem:
         if isinstance(problem, SystemExit):
             raise
@@ -308,12 +322,20 @@ def _run(read, argv: list[str]) -> int:
         note(f"error: {error}")
         if "--json" in argv or (config and config.json):
             facts = {"kind": error.kind, "message": str(error)} if isinstance(error, TrainerError) else {}
-            print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": facts}), file=stdout)
+            with contextlib.suppress(OSError):
+                print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": facts}), file=stdout)
         return error.exit_code
     finally:
         sys.stdout = stdout
+
+
+def _print_result(result: dict, config) -> int:
+    """Print a result; returns the exit code."""
     summary = result.pop("summary", "")
-    print(json.dumps(result, default=str) if config.json else summary)
+    try:
+        print(json.dumps(result, default=str) if config.json else summary, flush=True)
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return result.get("exit_code", 0)
 
 
@@ -345,7 +367,8 @@ def _as_error(problem: BaseException, trains: bool) -> TrainerError:
         error = TrainerError(f"{problem}: run the script with `uv run`, or pip install -r {requirements}")
         error.exit_code, error.kind = 4, "environment"
         return error
-    if isinstance(problem, MemoryError) or re.search(r"out of memory|can't allocate memory", str(problem), re.I):
+    memory = r"out of memory|can(no|')t allocate memory|failed to map segment"
+    if isinstance(problem, MemoryError) or re.search(memory, str(problem), re.I):
         return OutOfMemory(f"out of memory: {LESS_MEMORY if trains else 'lower --num-workers, or split the file'}")
     if is_disk_full(problem):
         return EnvironmentUnfit(
@@ -353,8 +376,7 @@ def _as_error(problem: BaseException, trains: bool) -> TrainerError:
         )
     if isinstance(problem, OSError) and problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return EnvironmentUnfit(f"{problem.filename} cannot be accessed: {problem.strerror}")
-    killed = "DataLoader worker" in str(problem) and "killed" in str(problem)
-    if killed or type(problem).__name__ == "BrokenProcessPool":
+    if "DataLoader worker" in str(problem) and "killed" in str(problem):
         return OutOfMemory("a process of --num-workers was killed, probably for lack of memory: lower --num-workers")
     where = traceback.extract_tb(problem.__traceback__)
     place = f" in {Path(where[-1].filename).name}:{where[-1].lineno}" if where else ""

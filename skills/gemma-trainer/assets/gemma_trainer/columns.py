@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from .errors import Fault, UsageError
 from .folders import media_kind
-from .rows import SOURCE
+from .rows import COLUMN, SOURCE
 from .slots import MEDIA_COLUMNS, media_columns
 
 MAP_TARGETS = (
@@ -191,7 +191,7 @@ def _question(names: dict, kinds: dict) -> dict:
     """The fields before the answer; empty where there are none. Raises Fault for several questions."""
     if talk := _talk(names, kinds) if "prompt" not in names else None:
         return talk[1]
-    found = [name for name in USER if name in names and not (name == "input" and "instruction" in names)]
+    found = [name for name in _known(names, USER) if not (name == "input" and "instruction" in names)]
     if len(found) > 1:
         raise _ambiguous("question", [names[name] for name in found], kinds)
     if not found:
@@ -204,8 +204,14 @@ def _question(names: dict, kinds: dict) -> dict:
     return fields | ({"history": (names["history"],)} if "history" in names else {})
 
 
+def _known(names: dict, aliases: tuple[str, ...]) -> list[str]:
+    """The names that are aliases; where none is, those that end with one: customer_question."""
+    exact = [name for name in dict.fromkeys(aliases) if name in names]
+    return exact or [name for name in names if name.endswith(tuple(f"_{alias}" for alias in aliases))]
+
+
 def _answer(names: dict, kinds: dict, aliases: tuple[str, ...]) -> dict:
-    found = [names[name] for name in dict.fromkeys(aliases) if name in names]
+    found = [names[name] for name in _known(names, aliases)]
     if len(found) > 1:
         raise _ambiguous("answer", found, kinds)
     return {"assistant": (found[0],)} if found else {}
@@ -251,9 +257,7 @@ def _ambiguous(what: str, found: list[str], kinds: dict) -> Fault:
 
 
 def _help(kinds: dict) -> str:
-    words = [key for key in kinds if re.fullmatch(r"[\w.-]{1,40}", str(key))]
-    words = ([key for key in words if kinds[key] != "other"] + ["QUESTION", "ANSWER"])[:2]
-    return f"{_columns(kinds)}; say it with, for example, --map user={words[0]} assistant={words[1]}"
+    return f"{_columns(kinds)}; say it with --map user=COLUMN assistant=COLUMN"
 
 
 def _columns(kinds) -> str:
@@ -262,7 +266,7 @@ def _columns(kinds) -> str:
 
 def _words(keys: list) -> str:
     """Column names for a message; those of a table without a header are data, which messages never quote."""
-    words = [key for key in map(str, keys) if re.fullmatch(r"[\w.-]{1,40}(?: [\w.-]{1,20}){0,2}", key)]
+    words = [key for key in map(str, keys) if COLUMN.fullmatch(key)]
     more = [f"{len(keys) - len(words[:12])} more"] if len(keys) > len(words[:12]) else []
     return ", ".join(words[:12] + more) or "none"
 

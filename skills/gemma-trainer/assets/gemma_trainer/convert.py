@@ -22,8 +22,10 @@ from .preferences import read_preference
 from .rows import SOURCE, opened, read_row
 from .scan import Progress
 from .targets import TARGETS, messages_row, preference_row, prompt_completion_row
-from .writing import RowsWriter
+from .writing import Rejects, RowsWriter
 
+MESSAGE_KEYS = {"role", "from", "content", "value", "reasoning", "reasoning_content", "thinking", "tool_calls",
+                "function_call", "name", "tool_call_id", "train", "weight", "plain"}  # fmt: skip
 MOST_KEPT = 1000  # column names that are remembered: those of a broken table are without end
 
 
@@ -38,6 +40,7 @@ class Tally:
     first: RowError | None = None  # the first rejected row
     columns: dict = field(default_factory=dict)  # every column seen, in order
     unused: dict = field(default_factory=dict)
+    lost: set = field(default_factory=set)  # keys of messages that nothing reads
 
 
 def convert(config) -> dict:
@@ -45,8 +48,8 @@ def convert(config) -> dict:
 
     Args:
         config: `data` (sources), `to` ("messages", "prompt-completion" or "preference"), `output` (.jsonl or .parquet),
-            `overwrite`, `map` (such as ("user=question",)), `prompt` (the user's words for rows of a medium and its
-            text), `allow_remote_media`, `media_root`.
+            `overwrite`, `map` (such as ("user=question",)), `keep` (columns to carry over), `prompt` (the user's words
+            for rows of a medium and its text), `allow_remote_media`, `media_root`.
 
     Returns:
         `status`, `output`, `to`, `rows_in`, `rows_out`, `rejected`, `rejected_file`, `reasons` (rows by code),
@@ -61,29 +64,31 @@ def convert(config) -> dict:
     given = columns.read_map(tuple(config.map))
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
     writer = RowsWriter(config.output, config.overwrite, access)
-    rejected = writer.path.with_name(f"{writer.path.stem}.rejected.jsonl")
+    if config.keep and writer.path.suffix.lower() == ".parquet":
+        raise UsageError("--keep: a .parquet file has no place for other columns; write .jsonl")
+    rejects = Rejects(writer.path, config.overwrite)
     rows, told = open_sources(list(config.data) or [str(SAMPLES / "train.jsonl")])
-    _check_apart(rows, writer.path, rejected)
+    _check_apart(rows, writer.path, rejects.path)
     tally = Tally()
-    with Progress(len(rows), "converted") as progress, writer, RowsWriter(rejected, overwrite=True) as rejects:
-        for raw in rows.read(0, len(rows)):
-            _one(raw, config, given, writer, rejects, tally)
-            progress.add(1)
+    with Progress(len(rows), "converted") as progress, writer, rejects:
+        for part in rows.parts:
+            header = dict.fromkeys(getattr(part, "header", ()), "")  # a table's empty cells are columns, too
+            for raw in part.read(0, len(part)):
+                _one(raw if isinstance(raw, RowError) else header | raw, config, given, writer, rejects, tally)
+                progress.add(1)
         _check_map(given, tally)
-    if not rejects.count:
-        rejected.unlink(missing_ok=True)  # that of an earlier run
+        rows.check_unchanged()
     if not writer.count:
-        raise DataError(f"no row could be converted (all are in {rejected} with the reason), the first: {tally.first}")
-    return _result(config, writer, rejected if rejects.count else None, tally, told)
+        raise DataError(f"no row could be converted (all are in {rejects.path}), the first: {tally.first}")
+    return _result(config, writer, rejects.path if rejects.count else None, tally, told)
 
 
 def _check_apart(rows, *outputs: Path) -> None:
-    """Refuse an output that is read as one of several data files: a second run would double its rows."""
-    files = [Path(part.path if hasattr(part, "path") else Path(part.folder, part.name)) for part in rows.parts
-             if hasattr(part, "path") or hasattr(part, "name")]  # fmt: skip
-    files = {file.resolve() for file in files} if len(rows.parts) > 1 else set()
-    for output in outputs:
-        if output.resolve() in files:
+    """Refuse an output that is read as one of several data files, whose rows a second run would double; and one for
+    rejected rows that is read at all."""
+    files = {Path(part.place).resolve() for part in rows.parts}
+    for number, output in enumerate(outputs):
+        if output.resolve() in files and (number or len(files) > 1):
             raise UsageError(f"{output} is one of the data files, and would be written: write to another folder")
 
 
@@ -98,7 +103,9 @@ def _one(raw, config, given, writer: RowsWriter, rejects: RowsWriter, tally: Tal
             tally.columns |= dict.fromkeys(fields if len(tally.columns) < MOST_KEPT else fields.keys() & wanted)
             plan = columns.plan(fields, given)
             row, notes = columns.reshaped({**fields, SOURCE: (name, folder)}, plan, config.prompt)
+            _check_said(row, plan)
             row, more = _target(row, config.to, writer.access)
+            row |= {key: fields[key] for key in config.keep if key in fields and key not in row}
         writer.write(row)
     except DataError as problem:
         code = getattr(problem, "code", "bad_value")
@@ -110,7 +117,22 @@ def _one(raw, config, given, writer: RowsWriter, rejects: RowsWriter, tally: Tal
         tally.mapping[plan.format, json.dumps(plan.told(), ensure_ascii=False)] += 1
         tally.notes.update(set(notes + more))
         if len(tally.unused) < MOST_KEPT:
-            tally.unused |= dict.fromkeys(plan.unused)
+            tally.unused |= dict.fromkeys(key for key in plan.unused if key not in config.keep)
+        tally.lost |= {key for key in _message_keys(fields) if key not in MESSAGE_KEYS}
+
+
+def _check_said(row: dict, plan: columns.Plan) -> None:
+    """Refuse a row of a table whose question or answer is an empty cell."""
+    for target, name in (("assistant", "completion"), ("completion",) * 2, ("chosen",) * 2, ("rejected",) * 2,
+                         ("user", "prompt"), ("prompt",) * 2):  # fmt: skip
+        if target in plan.fields and row.get(name) == "":
+            told = columns._words(list(plan.fields[target]))
+            raise Fault("missing_field", f"its {name} is empty (column: {told})")
+
+
+def _message_keys(fields: Mapping) -> set[str]:
+    talks = (fields.get(key) for key in ("messages", "conversations", "prompt", "chosen", "rejected"))
+    return {str(key) for talk in talks if isinstance(talk, list) for m in talk if isinstance(m, Mapping) for key in m}
 
 
 def _target(row: dict, to: str, access: MediaAccess) -> tuple[dict, list[str]]:
@@ -178,6 +200,7 @@ def _result(config, writer: RowsWriter, rejected: Path | None, tally: Tally, tol
             for (format, fields), rows in tally.mapping.most_common()
         ],
         "not_carried_over": list(tally.unused),
+        "message_fields_not_read": sorted(tally.lost),
         "notes": told + [f"{rows:,} rows: {note}" for note, rows in sorted(tally.notes.items())],
     }
     return result | {"summary": _summary(result, tally)}
@@ -197,4 +220,6 @@ def _summary(result: dict, tally: Tally) -> str:
         lines.append(f"           the first: {tally.first}")
     if unused := list(tally.unused):
         lines.append(f"left out   columns not carried over: {columns._words(unused)}")
+    if tally.lost:
+        lines.append(f"left out   fields of messages that nothing reads: {columns._words(sorted(tally.lost))}")
     return "\n".join(lines + [f"note       {note}" for note in result["notes"]])

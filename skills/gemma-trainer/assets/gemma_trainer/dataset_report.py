@@ -77,12 +77,12 @@ def write_dataset_report(path: str | Path, survey: dict) -> Path:
     `survey` holds JSON values; every key may be missing or null: data [source], rows, task, model, max_len, demo,
     verdict ("READY", "READY WITH WARNINGS", "INVALID"), findings [{code, severity ("error", "warning", "info"), title,
     count, rows [name], remedy, command, note}], formats / roles / turns / modalities / scripts {name: count}, lengths
-    {tokens [n of each row], trained [n of the same rows], sampled, exact, over_max_len (of all rows), unit ("tokens",
-    "bytes")}, images {sizes [[width, height]], count}, audio {seconds [n], count, limit}, answers {distinct, rows,
-    top_share, labels {answer: count}}, pairs {pairs, chosen_longer, rejected_longer, equal, ratio (chosen to rejected
-    length)}, duplicates {exact, near, eval_overlap}, examples [{row, runs [{text, trained}], media [str], tokens,
-    trained}]. A number that is not finite counts as missing. Raises OSError if the file cannot be written; then an
-    older page stays as it was.
+    {tokens [n of each row], trained [n of the same rows], of (which rows, in words) or sampled and exact, over_max_len
+    (of all rows), unit ("tokens", "bytes")}, train_command, images {sizes [[width, height]], count}, audio {seconds
+    [n], count, limit}, answers {distinct, rows, top_share, labels {answer: count}}, pairs {pairs, chosen_longer,
+    rejected_longer, equal, ratio (chosen to rejected length)}, duplicates {exact, near, eval_overlap}, examples [{row,
+    runs [{text, trained}], media [str], tokens, trained}]. A number that is not finite counts as missing. Raises
+    OSError if the file cannot be written; then an older page stays as it was.
     """
     write_whole(path, _page(survey))
     return Path(path)
@@ -102,7 +102,7 @@ def _page(survey: dict) -> str:
         _audio(part(survey, "audio", dict)),
         _pairs(part(survey, "pairs", dict)),
         _answers(survey),
-        _examples(dicts(survey, "examples")),
+        _examples(survey),
         _facts(survey),
     ]
     return document(title, [section for section in body if section], CSS)
@@ -178,8 +178,8 @@ def _finding(finding: dict) -> str:
     return (
         f'<article class="finding"><p><b class="{css}"><span class="mark">{sign}</span>{name.capitalize()}</b>'
         f"<small>{many}</small></p><div><h3>{esc(finding.get('title'), 2 * MAX_NAME) or code or name.capitalize()}</h3>"
-        + _put("<p>{}</p>", esc(finding.get("note")))
-        + _put("<p>{}</p>", esc(finding.get("remedy")))
+        + _put("<p>First: {}</p>" if rows else "<p>{}</p>", esc(finding.get("note")))
+        + _put("<p>To mend it: {}</p>", esc(finding.get("remedy")))
         + _put('<pre class="command">{}</pre>', esc(finding.get("command"), MAX_COMMAND))
         + _put("<small>{}</small>", ": ".join(text for text in (code, where) if text))
         + "</div></article>"
@@ -210,6 +210,8 @@ def _scope(survey: dict) -> str:
     """The sentence that says which rows the lengths are of."""
     lengths, rows = part(survey, "lengths", dict), num(survey.get("rows"))
     sampled = num(lengths.get("sampled"))
+    if as_text(lengths.get("of")):
+        return f"Measured on {esc(lengths['of'])}."
     if lengths.get("exact") is True:
         return f"Measured on all {plural(rows, 'row')}." if rows else "Measured on all rows."
     if sampled is None:
@@ -311,9 +313,9 @@ def _answers(survey: dict) -> str:
     return _put("<section><h2>Short answers</h2>{}</section>", told + labels)
 
 
-def _examples(examples: list[dict]) -> str:
+def _examples(survey: dict) -> str:
     body = ""
-    for example in examples[:MAX_EXAMPLES]:
+    for example in dicts(survey, "examples")[:MAX_EXAMPLES]:
         tokens, trained = num(example.get("tokens")), num(example.get("trained"))
         size = [plural(tokens, "token"), count(trained, "{} trained") + share(trained, tokens, " ({})")]
         size += [esc(item, MAX_NAME) for item in part(example, "media", list)[:20]]
@@ -322,8 +324,12 @@ def _examples(examples: list[dict]) -> str:
         body += f'<span class="soft">{" · ".join(text for text in size if text)}</span></header>'
         # A browser drops the first line break in a <pre>, so there is one to drop.
         body += f'<pre class="runs">\n{runs or "–"}</pre></article>'
-    legend = '<p class="soft"><mark>Marked text</mark> is what the model learns to write; it only reads the rest.</p>'
-    return f"<section><h2>Examples, as the model sees them</h2>{legend}{body}</section>" if body else ""
+    learns = "is what the model learns to write; it only reads the rest."
+    if survey.get("task") in ("dpo", "reward"):
+        learns = "is an answer: the chosen one is to be preferred to the rejected one."
+    title = "Examples, as the model sees them" if as_text(survey.get("model")) else "Examples, as they are read"
+    legend = f'<p class="soft"><mark>Marked text</mark> {learns}</p>'
+    return f"<section><h2>{title}</h2>{legend}{body}</section>" if body else ""
 
 
 def _runs(runs: list[dict]) -> str:
@@ -350,6 +356,7 @@ def _facts(survey: dict) -> str:
         "Model": survey.get("model"),
         "Max-len": count(survey.get("max_len"), "{} tokens"),
         "Lengths": _scope(survey) if lengths else "",
+        "Train with": survey.get("train_command"),
         "Exact duplicates": count(double.get("exact")),
         "Near duplicates": count(double.get("near")),
         "Rows also in evaluation": count(double.get("eval_overlap")),

@@ -8,7 +8,9 @@ Rows that agree in a band are candidates; the share of equal bytes estimates the
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import tempfile
 from collections.abc import Iterable
 
@@ -41,10 +43,13 @@ def windows(text: bytes) -> np.ndarray:
     return found
 
 
-def common_windows(texts: Iterable[str]) -> np.ndarray:
-    """A table [2**22] bool of the windows that many texts share, such as those of a prompt template."""
+def common_windows(prompts: Iterable[str]) -> np.ndarray:
+    """A table [2**22] bool of the windows that many prompts share, such as those of a prompt template.
+
+    Answers are left out: where many share one, these rows are copies of each other rather than of a template.
+    """
     table, seen, total = np.zeros(2**TABLE_BITS, bool), [], 0
-    for text in texts:
+    for text in prompts:
         seen.append(np.unique(windows(text.encode("utf-8", "surrogatepass"))))
         total += 1
     if seen:
@@ -57,10 +62,10 @@ def _places(found: np.ndarray) -> np.ndarray:
     return (found >> np.uint64(64 - TABLE_BITS)).view(np.int64)
 
 
-def sketches(texts: list[str], common: np.ndarray) -> np.ndarray:
-    """Sketches [n, 16] uint64 of texts without their common windows; zeros where nothing is left of one."""
-    from rensa import RMinHash
-
+def sketches(texts: list[str], common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sketches [n, 16] uint64 of texts without their common windows, zeros where nothing is left of one; and the share
+    [n] of their windows that are common."""
+    minhash = _minhash()
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     lengths = np.array([len(text) for text in encoded])
     found = windows(b"".join(encoded))
@@ -73,9 +78,26 @@ def sketches(texts: list[str], common: np.ndarray) -> np.ndarray:
     filled = np.flatnonzero(np.diff(ends, prepend=0))
     if len(filled):
         offsets = np.concatenate([[0], ends[filled]]).astype(np.uint64)
-        minima = RMinHash.digest_matrix_from_flat_token_hashes(found[kept], offsets, MINIMA, 1)
+        minima = minhash.digest_matrix_from_flat_token_hashes(found[kept], offsets, MINIMA, 1)
         result[filled] = np.array(minima.to_rows(), np.uint32).astype(np.uint8)
-    return result.view(np.uint64)
+    counts = np.maximum(lengths - WIDTH + 1, 1)
+    return result.view(np.uint64), np.where(lengths < WIDTH, 0, 1 - np.diff(ends, prepend=0) / counts)
+
+
+@functools.cache
+def _minhash():
+    """rensa's MinHash, told to start no threads: a process that is forked later would wait for them for ever."""
+    name = "RAYON_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        from rensa import RMinHash
+
+        # It looks at the setting when it first works.
+        RMinHash.digest_matrix_from_flat_token_hashes(np.ones(1, np.uint64), np.array([0, 1], np.uint64), MINIMA, 1)
+        return RMinHash
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 class Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import groupby
 
 from .errors import MediaError, RowError
@@ -17,46 +18,49 @@ LOOKED_AT, SHOWN = 200, 6
 
 
 def show(rows, count: int, task: str, collator=None) -> list[dict]:
-    """The first rows of each kind (text, image, audio, ...), at most six.
+    """Some rows of each kind (with images, clips, tools, reasoning, several turns), from all over the data.
 
     Args:
-        rows: a `sources.Rows`, of which the first `count` are looked at.
+        rows: a `sources.Rows`, of whose first `count` some are looked at.
         collator: of the model; without it the messages stand for themselves.
 
     Returns:
-        dicts of `row` (its name), `runs` (`{"text", "trained"}`), `media` (such as "image 640 x 480"), and with a
-        collator `tokens` and `trained`.
+        dicts of `row` (its name; of a pair two, one for each answer), `runs` (`{"text", "trained"}`), `media` (such as
+        "image 640 x 480"), and with a collator `tokens` and `trained`.
     """
     found: dict[tuple, list] = {}
-    for position in range(min(count, LOOKED_AT)):
+    for position in range(0, count, max(1, count // LOOKED_AT)):
         try:
             entry = read_entry(rows[position], f"row {position}", task)
-            shown = _example(entry, collator)
+            found.setdefault(_kind(entry), []).append(_examples(entry, collator))
         except RowError:
             continue
-        kinds = tuple(sorted({medium.kind for medium in main_row(entry).media}))
-        found.setdefault(kinds, []).append(shown)
-        if len(found) == 4 and all(len(same) >= 2 for same in found.values()):
-            break
     each = max(1, SHOWN // max(1, len(found)))
-    return [example for same in found.values() for example in same[:each]][:SHOWN]
+    kinds = sorted(found.values(), key=len, reverse=True)[:SHOWN]
+    return [example for same in kinds for sides in same[:each] for example in sides]
 
 
-def _example(entry: Row | Preference, collator) -> dict:
-    sides = [entry] if isinstance(entry, Row) else [entry.chosen, entry.rejected]
-    row = sides[0]
-    example = {"row": row.name, "media": [_told(medium, row) for medium in row.media], "runs": []}
-    if collator is None:
-        example["runs"] = [run for side in sides for run in _plain_runs(side)]
-        return example
-    measured = collator.measure(sides)
-    for found in measured:
+def _kind(entry: Row | Preference) -> tuple:
+    row = main_row(entry)
+    kinds = {medium.kind for medium in entry.media} | {key for message in row.messages for key in message}
+    return len(row.messages) > 3, bool(row.tools), *sorted(kinds & {"image", "audio", "reasoning", "tool_calls"})
+
+
+def _examples(entry: Row | Preference, collator) -> list[dict]:
+    sides = {"": entry} if isinstance(entry, Row) else {", chosen": entry.chosen, ", rejected": entry.rejected}
+    measured = collator.measure(list(sides.values())) if collator else [None] * len(sides)
+    shown = []
+    for (name, row), found in zip(sides.items(), measured, strict=True):
         if isinstance(found, RowError):
             raise found
-        example["runs"] += _runs(found.tokens, collator)
-    example["tokens"] = sum(found.tokens.shape[1] for found in measured)
-    example["trained"] = sum(int((found.tokens[1] != IGNORE).sum()) for found in measured)
-    return example
+        example = {"row": row.name + name, "media": [_told(medium, row) for medium in row.media]}
+        if found is None:
+            example["runs"] = _plain_runs(row)
+        else:
+            example |= {"runs": _runs(found.tokens, collator), "tokens": found.tokens.shape[1]}
+            example["trained"] = int((found.tokens[1] != IGNORE).sum())
+        shown.append(example)
+    return shown
 
 
 def _runs(tokens, collator) -> list[dict]:
@@ -75,6 +79,9 @@ def _plain_runs(row: Row) -> list[dict]:
     runs = []
     for message in row.messages:
         texts = [block.get("text", f"<{block['type']}>") for block in blocks_of(message["content"])]
+        texts = [
+            json.dumps(message[key], ensure_ascii=False) for key in ("reasoning", "tool_calls") if key in message
+        ] + texts
         trained = message["role"] == "assistant" and row.trained and message.get("train", True)
         runs.append({"text": f"{message['role']}: ", "trained": False})
         runs.append({"text": "".join(texts), "trained": trained})

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 SHOWN = 5  # rows told by name for each finding
-FIX = "dataset_prep.py fix {data} --output fixed.jsonl"
-CONVERT = "dataset_prep.py convert {data} --to messages --output converted.jsonl"
+# What dataset_prep.py does about a finding: `fix` mends rows and puts aside those that cannot be read or whose media
+# cannot; `fix --drop CODE` leaves the rows out; `convert`.
+FIX, DROP, CONVERT = "fix", "drop", "convert"
 
 
 @dataclass(frozen=True)
@@ -22,35 +23,38 @@ class Kind:
     severity: str
     title: str
     remedy: str
-    command: str = ""
+    action: str = ""
 
 
 KINDS: dict[str, Kind] = {
     # Rows that cannot be read.
-    "bad_json": Kind(ERROR, "lines that are not valid JSON", "write one JSON object on each line"),
-    "bad_csv": Kind(ERROR, "records that are not valid CSV", "quote fields that hold commas, quotes or line breaks"),
-    "bad_encoding": Kind(ERROR, "text that is not UTF-8", "write the file as UTF-8 (iconv -f <encoding> -t UTF-8)"),
-    "line_too_long": Kind(ERROR, "lines that are too long for a row", "write one row on each line"),
-    "unknown_format": Kind(ERROR, "rows in no known format", "name the columns: convert --map user=... assistant=...",
-                           CONVERT),
-    "wrong_task": Kind(ERROR, "rows for another task", "preference rows are for dpo and reward, others for sft"),
+    "bad_json": Kind(ERROR, "lines that are not valid JSON", "write one JSON object on each line", FIX),
+    "bad_csv": Kind(ERROR, "records that are not valid CSV", "quote fields with commas, quotes or line breaks", FIX),
+    "bad_encoding": Kind(ERROR, "text that is not UTF-8", "write it as UTF-8 (iconv -f <encoding> -t UTF-8)", FIX),
+    "line_too_long": Kind(ERROR, "lines that are too long for a row", "write one row on each line", FIX),
+    "unknown_format": Kind(ERROR, "rows in no known format", "convert them; where columns are not understood, add "
+                           "--map user=... assistant=...", CONVERT),
+    "media_folder": Kind(ERROR, "rows of a folder of media", "convert them: the files that they name are their media",
+                         CONVERT),
+    "wrong_task": Kind(ERROR, "rows for another task", "preference rows are for dpo and reward, others for sft; "
+                       "tables: convert with --map prompt=... chosen=... rejected=...", CONVERT),
     "missing_field": Kind(ERROR, "rows without a field they need", "fill the field, or leave the rows out", FIX),
-    "wrong_type": Kind(ERROR, "fields of a wrong type", "see the reason; rows must be built as the formats say"),
-    "bad_value": Kind(ERROR, "fields with a value that they cannot have", "see the reason for what is possible"),
-    "bad_row": Kind(ERROR, "rows that cannot be read", "see the reason"),
+    "wrong_type": Kind(ERROR, "fields of a wrong type", "see the reason; rows must be built as the formats say", FIX),
+    "bad_value": Kind(ERROR, "fields with a value that they cannot have", "see the reason for what is possible", FIX),
+    "bad_row": Kind(ERROR, "rows that cannot be read", "see the reason", FIX),
     "unknown_role": Kind(ERROR, "messages of an unknown role", "roles: system, user, assistant, tool", FIX),
-    "unknown_block": Kind(ERROR, "content blocks of an unknown type", "blocks: text, image, audio"),
-    "video": Kind(ERROR, "video, which is not supported", "give frames as images, or leave the rows out"),
-    "bad_tools": Kind(ERROR, "tools that are no list of declarations", "tools must be a list of function declarations"),
-    "bad_tool_call": Kind(ERROR, "tool calls that cannot be read", "a call: {function: {name, arguments: {...}}}"),
+    "unknown_block": Kind(ERROR, "content blocks of an unknown type", "blocks: text, image, audio", FIX),
+    "video": Kind(ERROR, "video, which is not supported", "give frames as images, or leave the rows out", FIX),
+    "bad_tools": Kind(ERROR, "tools that are no list of declarations", "they must be a list of declarations", FIX),
+    "bad_tool_call": Kind(ERROR, "tool calls that cannot be read", "a call: {function: {name, arguments: {...}}}", FIX),
     "result_without_call": Kind(ERROR, "tool results that answer no call", "put each result behind its call, with its "
-                                "tool_call_id"),
+                                "tool_call_id", FIX),
     "placeholder_without_media": Kind(ERROR, "media blocks without their medium", "give each block its file, or each "
-                                      "placeholder an entry in the media column"),
+                                      "placeholder an entry in the media column", FIX),
     "media_without_placeholder": Kind(ERROR, "more media than places for them", "put a block or placeholder where each "
-                                      "medium belongs"),
-    "bad_text_row": Kind(ERROR, "text rows whose turns cannot be told apart", "write the rows as messages"),
-    "no_common_prompt": Kind(ERROR, "pairs without one prompt for both answers", "give the prompt in its own field"),
+                                      "medium belongs", FIX),
+    "bad_text_row": Kind(ERROR, "text rows whose turns cannot be told apart", "write the rows as messages", FIX),
+    "no_common_prompt": Kind(ERROR, "pairs without one prompt for both answers", "give the prompt its own field", FIX),
     "template_refuses": Kind("share", "rows that the model's chat template refuses", "see the reason; leave the rows "
                              "out, or use a model whose template takes them"),
     "media_unsupported": Kind(ERROR, "media that the model has no tower for", "choose a model that takes them"),
@@ -58,44 +62,44 @@ KINDS: dict[str, Kind] = {
     # How conversations are built.
     "mixed_formats": Kind(INFO, "rows in several formats", "all are read; convert makes them one", CONVERT),
     "repeated_role": Kind(WARNING, "two messages of one role in a row", "they are trained as one, joined by a line "
-                          "break: see whether an answer is missing"),
-    "no_answer": Kind(WARNING, "rows without an answer", "they train nothing: add the answer, or leave them out"),
+                          "break: see whether an answer is missing", DROP),
+    "no_answer": Kind(WARNING, "rows without an answer", "they train nothing: add the answer, or leave them out", DROP),
     "assistant_first": Kind(WARNING, "conversations that the assistant begins", "put a user message first, or make it "
-                            "a system message"),
+                            "a system message", DROP),
     "ends_without_answer": Kind(WARNING, "conversations that end before the answer", "the last question trains "
-                                "nothing: add the answer or cut it"),
-    "empty_answer": Kind(WARNING, "empty answers", "the model learns to say nothing: fill them or leave the rows out"),
-    "empty_message": Kind(WARNING, "empty messages of user, system or tool", "fill them, or leave the rows out"),
-    "call_without_result": Kind(WARNING, "tool calls without their result", "put a tool message behind each call"),
+                                "nothing: add the answer or cut it", DROP),
+    "empty_answer": Kind(WARNING, "empty answers", "the model learns to say nothing: fill or drop them", DROP),
+    "empty_message": Kind(WARNING, "empty messages of user, system or tool", "fill them, or leave the rows out", DROP),
+    "call_without_result": Kind(WARNING, "tool calls without their result", "put a tool message behind each", DROP),
     "arguments_as_text": Kind(INFO, "tool arguments given as JSON text", "they are read as an object", FIX),
     "unfilled_placeholder": Kind(WARNING, "<image> or <audio> in a text without a medium for it", "it stays text: add "
-                                 "the medium or take the word out"),
+                                 "the medium or take the word out", DROP),
     "media_placed_first": Kind(INFO, "media columns without placeholders", "the media go before the first user text"),
     # What the model reads and learns.
     "over_max_len": Kind(WARNING, "rows over --max-len", "raise --max-len; their ends are cut"),
     "cut_to_nothing": Kind(WARNING, "rows whose answer goes with the cut", "raise --max-len, or shorten their prompts"),
     "media_cut": Kind(WARNING, "rows that lose a picture or clip to the cut", "raise --max-len"),
-    "control_text": Kind(WARNING, "text that spells a control token", "it is trained as plain text: take it out, or "
-                         "write turns as messages", FIX),
+    "control_text": Kind(WARNING, "text that spells a control token", "it is trained as plain text: take it out where "
+                         "it is not meant; fix does so with that of turns and at the ends of texts", FIX),
     "stray_bos": Kind(WARNING, "text that spells <bos>", "BOS is added once by itself: take it out", FIX),
-    "foreign_markers": Kind(WARNING, "markers of another model's chat template in the text", "write turns as messages "
-                            "instead"),
+    "foreign_markers": Kind(WARNING, "markers of another model's format in the text", "write turns as messages, "
+                            "reasoning and tool calls in their fields", FIX),
     "inexact_prompt": Kind(WARNING, "answers trained behind another prompt than in use", "--loss-on last-turn, or a "
                            "model with a newer chat template"),
     "reasoning_dropped": Kind(WARNING, "reasoning that the chat template leaves out", "it is not trained: use a model "
-                              "with a newer chat template, or split the row after that turn"),
+                              "with a newer chat template"),
     "split_tokens": Kind(WARNING, "prompt and answer that are other tokens together than apart", "take white space "
                          "from the beginning of the answers"),
     # Media.
-    "media_missing": Kind("share", "media that are not there", "paths are relative to the data file"),
-    "media_unreadable": Kind("share", "media that cannot be decoded", "make the files anew, or leave the rows out"),
+    "media_missing": Kind("share", "media that are not there", "paths are relative to the data file", FIX),
+    "media_unreadable": Kind("share", "media that cannot be decoded", "make the files anew, or drop the rows", FIX),
     "media_wrong_kind": Kind("share", "media of another kind than the row says", "an image block needs an image, an "
-                             "audio block a recording"),
+                             "audio block a recording", FIX),
     "media_remote": Kind("share", "media that are remote URLs", "download them, or add --allow-remote-media"),
     "media_outside_root": Kind("share", "media outside --media-root", "move them, or change --media-root"),
-    "media_nan": Kind("share", "media that hold NaN or infinity", "make the files anew"),
-    "image_bomb": Kind("share", "images with too many pixels", "scale them down"),
-    "audio_short": Kind("share", "clips too short for one token", "leave the rows out"),
+    "media_nan": Kind("share", "media that hold NaN or infinity", "make the files anew", FIX),
+    "image_bomb": Kind("share", "images with too many pixels", "scale them down", FIX),
+    "audio_short": Kind("share", "clips too short for one token", "leave the rows out", FIX),
     "audio_long": Kind(WARNING, "clips longer than the model hears", "cut them into pieces; the rest is not heard"),
     "audio_silent": Kind(WARNING, "clips without a sound", "check the recordings"),
     "audio_low_rate": Kind(WARNING, "clips of a lower rate than the model hears", "high frequencies are missing in "
@@ -110,13 +114,15 @@ KINDS: dict[str, Kind] = {
     # Preferences.
     "equal_answers": Kind(WARNING, "pairs whose answers are equal", "they teach nothing: leave them out", FIX),
     "length_bias": Kind(WARNING, "one side is longer in most pairs", "the model may learn length: balance the pairs"),
-    "negative_margin": Kind(WARNING, "pairs with a negative margin", "swap chosen and rejected, or drop the margin"),
+    "negative_margin": Kind(WARNING, "pairs with a negative margin", "swap the answers, or drop the margin", DROP),
     # The set as a whole.
     "duplicate_rows": Kind(WARNING, "rows that stand there more than once", "leave the copies out", FIX),
     "near_duplicates": Kind(WARNING, "rows that are nearly the same as another", "look at them; split keeps them on "
                             "one side"),
-    "eval_overlap": Kind(WARNING, "evaluation rows that are also in the training data", "split anew",
-                         "dataset_prep.py split {data} --test-size 0.1"),
+    "mostly_shared": Kind(INFO, "rows whose text many others share", "a prompt template, or near copies that are not "
+                          "counted as such: look at some"),
+    "eval_overlap": Kind(WARNING, "evaluation rows that are also in the training data", "leave them out of one of the "
+                         "two, or join both and split anew"),
     "label_imbalance": Kind(WARNING, "one short answer outweighs the others", "balance the answers, or judge by more "
                             "than accuracy"),
     "mojibake": Kind(WARNING, "text in a wrong encoding", "read the source file in its own encoding, and write UTF-8"),
@@ -159,7 +165,7 @@ class Findings:
         return self.found[code].count if code in self.found else 0
 
     def lines(self) -> Iterator[dict]:
-        """Each finding of each row that was kept."""
-        for code, found in sorted(self.found.items(), key=lambda item: ORDER[item[0]]):
-            for _, row, detail in found.rows:
-                yield {"code": code, "row": row} | ({"detail": detail} if detail else {})
+        """Each finding of each row that was kept, in the order of the rows."""
+        found = [(row[0], ORDER[code], code, row) for code, found in self.found.items() for row in found.rows]
+        for _, _, code, (_, row, detail) in sorted(found):
+            yield {"code": code, "row": row} | ({"detail": detail} if detail else {})

@@ -12,30 +12,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import duplicates
-from .checks import CONTROL, check_pair
-from .errors import DataError, Fault, MediaError, RowError
+from .checks import CONTROL, check_pair, check_structure
+from .errors import DataError, Fault, MediaError, RowError, UsageError
+from .files import user_path
 from .inspection import content_key, inspect
-from .media import MediaAccess, open_audio, open_image
-from .media_files import path_of
+from .media import MediaAccess, _content, open_audio, open_image
+from .media_files import suffix_of
 from .preferences import Preference
-from .rows import ROLES, SOURCE, THOUGHT, Row, opened, without_none
+from .rows import ROLES, SOURCE, THOUGHT, Row, without_none
 from .scan import scan
 from .slots import Media
 from .survey import open_data
 from .tally import identify, main_row, read_entry
-from .targets import messages_row, preference_row
 from .text_rows import read_turns
-from .writing import TALKS, RowsWriter, replace_media
+from .writing import TALKS, Rejects, RowsWriter, refuse_inputs, replace_media
 
+DROPPED = (  # what a row can be left out for
+    "no_answer", "assistant_first", "ends_without_answer", "repeated_role", "empty_answer", "empty_message",
+    "call_without_result", "unfilled_placeholder", "equal_answers", "negative_margin",
+)  # fmt: skip
 RATE = 16_000  # samples a second that every Gemma hears
 MORE_ROLES = {"ai": "assistant", "chatbot": "assistant", "prompter": "user", "instructor": "user", "customer": "user"}
 PLAIN = ("instruction", "input", "output", "system", "text")  # columns of plain text, beside those of TALKS
-TURN_HEADS = re.compile(r"(?:<\|turn>|<start_of_turn>)(?:system|developer|user|model|assistant)\n")
+TURN_HEADS = re.compile(r"(?:<\|turn>|<start_of_turn>)(?:(?:system|developer|user|model|assistant)\b[ \t]*\n?)?")
+TURN_ENDS = re.compile(r"(?:<turn\|>|<end_of_turn>)\n?")
+AT_START = re.compile(rf"\A(?:{CONTROL.pattern})\n?")
+AT_END = re.compile(rf"\s*(?:{CONTROL.pattern})\s*\Z")
+THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 TOLD = {
     "none_keys": "rows without their empty (None) keys",
     "roles": "rows whose roles have their usual names",
     "arguments": "rows whose tool arguments are an object, not JSON text",
-    "control_text": "rows without control tokens in their text",
+    "control_text": "rows without stray control tokens",
+    "thoughts": "rows whose <think> is their reasoning",
     "images_upright": "images turned upright as their EXIF says",
     "clips_converted": f"clips converted to {RATE} Hz, one channel",
     "duplicates": "copies of rows left out",
@@ -47,36 +56,43 @@ def fix(config) -> dict:
     """What `dataset_prep.py fix` does: mend rows, leave copies out, and put aside what cannot be read.
 
     Args:
-        config: `data`, `output` (.jsonl or .parquet), `overwrite`, `num_workers`, and what media may be opened.
+        config: `data`, `output` (.jsonl), `drop` (codes of findings whose rows are left out), `overwrite`,
+            `num_workers`, and what media may be opened.
 
     Raises:
-        UsageError: an output that exists.
-        DataError: no such data, or nothing of it can be read.
+        UsageError: an output that exists or is read, or a code that no row can have.
+        DataError: no such data, or no row is left.
     """
     writer = RowsWriter(config.output, config.overwrite)
-    rejected = writer.path.with_name(f"{writer.path.stem}.rejected.jsonl")
+    if writer.path.suffix.lower() != ".jsonl":
+        raise UsageError(f"--output {writer.path}: fix writes .jsonl, which convert makes a .parquet file of")
+    if unknown := [code for code in config.drop if code not in DROPPED]:
+        raise UsageError(f"--drop {unknown[0]}: choose from {', '.join(DROPPED)}")
+    rejects = Rejects(writer.path, config.overwrite)
+    if [user_path(name).resolve() for name in config.data] != [writer.path.resolve()]:  # a file may take its own place
+        refuse_inputs(list(config.data), writer.path)
+    refuse_inputs(list(config.data), rejects.path)
     names, rows, count = open_data(config, evaluation=False)
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
-    mender = Mender(rows, access, writer.path.suffix.lower() == ".parquet")
+    mender = Mender(rows, access, frozenset(config.drop))
     changes, seen, codes, first = Counter(), set(), Counter(), ""
-    with writer, RowsWriter(rejected, overwrite=True) as rejects:
+    with writer, rejects:
         for mended in scan(mender, count, config.num_workers, "mended"):
             for row in mended:
-                if row.key in seen:
+                error = row.error
+                if error is None and row.key in seen:
                     changes["duplicates"] += 1
-                elif row.error:
-                    codes[row.error.code] += 1
-                    first = first or str(row.error)
-                    rejects.write({"row": row.error.row, "reason": row.error.reason, "code": row.error.code})
-                else:
+                elif error is None:
                     seen.add(row.key)
-                    changes.update(row.changes)
-                    if row.fields is not None:
-                        writer.write(row.fields)
-    if not rejects.count:
-        rejected.unlink(missing_ok=True)  # that of an earlier run
+                    error = _keep(row, writer, changes)
+                if error is not None:
+                    codes[error.code] += 1
+                    first = first or str(error)
+                    rejects.write({"row": error.row, "reason": error.reason, "code": error.code})
+        rows.check_unchanged()
     if not writer.count:
-        raise DataError(f"no row can be read (see {rejected}), the first: {first}")
+        first = f"the first that cannot be read: {first}" if first else "all were left out"
+        raise DataError(f"none of {count:,} rows is left ({first})")
     result = {
         "status": "done",
         "demo": not config.data,
@@ -84,11 +100,23 @@ def fix(config) -> dict:
         "rows_in": count,
         "rows_out": writer.count,
         "changes": {name: changes[name] for name in TOLD if changes[name]},
+        "dropped": {code: changes[code] for code in config.drop if changes[code]},
         "rejected": sum(codes.values()),
-        "rejected_file": str(rejected) if codes else None,
+        "rejected_file": str(rejects.path) if codes else None,
         "reasons": dict(codes.most_common()),
     }
     return result | {"summary": _summary(result, first)}
+
+
+def _keep(row: Mended, writer: RowsWriter, changes: Counter) -> RowError | None:
+    """Write a mended row, if it is not one to leave out; returns why it cannot be written."""
+    if row.fields is not None:
+        try:
+            writer.write(row.fields)
+        except DataError as problem:  # a medium that is gone, or bytes in a column of no medium
+            return RowError(row.name, str(problem), getattr(problem, "code", "bad_value"))
+    changes.update(row.changes)
+    return None
 
 
 @dataclass
@@ -96,6 +124,7 @@ class Mended:
     """A row after mending. `fields` is None where it is left out, which `changes` counts; `key` is the same for rows
     that are the same."""
 
+    name: str
     fields: dict | None = None
     key: int = 0
     changes: Counter = field(default_factory=Counter)
@@ -104,16 +133,11 @@ class Mended:
 
 @dataclass
 class Mender:
-    """Mends the rows of a piece: `mender(start, stop)`. Picklable.
-
-    Args:
-        rows: a `sources.Rows`.
-        canonical: write rows in their canonical form, as a .parquet file needs them; else they keep their own.
-    """
+    """Mends the rows of a piece of `rows`, a `sources.Rows`: `mender(start, stop)`. Picklable."""
 
     rows: object
     access: MediaAccess
-    canonical: bool = False
+    drop: frozenset[str] = frozenset()
 
     def __call__(self, start: int, stop: int) -> list[Mended]:
         return [self._mend(position, raw) for position, raw in enumerate(self.rows.read(start, stop), start)]
@@ -133,16 +157,22 @@ class Mender:
                 if better is not None:
                     media[key] = better
             whole = identify(entry, keys)[0]
-            if isinstance(entry, Preference) and any(code == "equal_answers" for code, _ in check_pair(entry)):
-                return Mended(None, whole, Counter(equal_answers=1))
-            if self.canonical:
-                with opened(fields, row.name):
-                    fields = preference_row(entry) if isinstance(entry, Preference) else messages_row(entry)
+            if left_out := self._left_out(fields, entry):
+                return Mended(row.name, None, whole, Counter([left_out]))
             if media:
                 fields = replace_media(fields, lambda value, kind: self._better(value, kind, row, media))
-            return Mended(fields, whole, changes)
+            return Mended(row.name, fields, whole, changes)
         except RowError as problem:
-            return Mended(error=problem)
+            return Mended(problem.row, error=problem)
+
+    def _left_out(self, fields: Mapping, entry: Row | Preference) -> str | None:
+        """The code for which a row is left out, if it is."""
+        notes = {code for code, _ in check_pair(entry)} if isinstance(entry, Preference) else set()
+        if "equal_answers" in notes:
+            return "equal_answers"
+        if self.drop:
+            notes |= {code for code, _ in check_structure(fields, main_row(entry))}
+        return next(iter(sorted(notes & self.drop)), None)
 
     def _mend_medium(self, medium: Media, row: Row, changes: Counter) -> tuple[int, dict | None]:
         """(a hash of a medium's content, the medium as it should be, or None where it can stay)."""
@@ -151,7 +181,7 @@ class Mender:
             codes = {code for code, _ in facts.notes}
             if "image_rotated" in codes:
                 changes["images_upright"] += 1
-                return facts.key, _upright(open_image(medium.value, row.folder, self.access), medium.value)
+                return facts.key, self._upright(medium, row)
             if codes & {"audio_resampled", "audio_channels"}:
                 changes["clips_converted"] += 1
                 samples, _ = open_audio(medium.value, RATE, None, row.folder, self.access)
@@ -162,21 +192,22 @@ class Mender:
                 return duplicates.keys_of([str(medium.value)])[0], None
             raise RowError(row.name, str(problem), problem.code) from None
 
+    def _upright(self, medium: Media, row: Row) -> dict:
+        """An upright image as the content of a file: JPEG stays JPEG."""
+        content, file = _content(medium.value, row.folder, self.access), io.BytesIO()
+        start = content[:16] if isinstance(content, bytes) else content.open("rb").read(16)
+        image = open_image(medium.value, row.folder, self.access)
+        if suffix_of(start) == ".jpg":
+            image.save(file, "JPEG", quality=95, subsampling=0)
+        else:
+            image.save(file, "PNG")
+        return {"bytes": file.getvalue(), "path": None}
+
     def _better(self, value, kind: str, row: Row, media: dict[int, dict]):
         try:
             return media.get(content_key(value, row.folder, self.access), value)
         except MediaError:
             return value
-
-
-def _upright(image, value) -> dict:
-    """An upright image as the content of a file: JPEG stays JPEG."""
-    place, file = path_of(value) or "", io.BytesIO()
-    if place.lower().endswith((".jpg", ".jpeg")):
-        image.save(file, "JPEG", quality=95, subsampling=0)
-    else:
-        image.save(file, "PNG")
-    return {"bytes": file.getvalue(), "path": None}
 
 
 def _flac(samples) -> dict:
@@ -197,7 +228,7 @@ def mend_text(raw: Mapping, changes: Counter) -> dict:
     for key in TALKS:
         value = fields.get(key)
         if key in ("messages", "conversations") and isinstance(value, str):
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(value)  # as tables hold it
         if isinstance(value, list):
             fields[key] = [_mend_message(message, done) for message in value]
@@ -205,7 +236,7 @@ def mend_text(raw: Mapping, changes: Counter) -> dict:
             fields[key] = _mend_message(value, done)
     for key in (*PLAIN, *TALKS):
         if isinstance(fields.get(key), str):
-            fields[key] = _mend_string(fields[key], done)
+            fields[key] = (_mend_prompt if key == "prompt" else _mend_string)(fields[key], done)
     changes.update(done)
     return fields
 
@@ -221,7 +252,8 @@ def _mend_message(message, done: set[str]):
             usual = ROLES.get(usual, role) if key == "role" or usual not in ROLES else usual  # `from` has its own names
             done |= {"roles"} if usual != role else set()
             message[key] = usual
-    for key in ("content", "value", "reasoning", "reasoning_content"):
+    _split_think(message, done)
+    for key in ("content", "value", "reasoning", "reasoning_content", "thinking"):
         if isinstance(message.get(key), str):
             message[key] = _mend_string(message[key], done)
         elif isinstance(message.get(key), list):
@@ -244,7 +276,7 @@ def _mend_call(call, done: set[str]):
         return call
     try:
         arguments = json.loads(inner["arguments"] or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return call
     if not isinstance(arguments, dict):
         return call
@@ -254,21 +286,54 @@ def _mend_call(call, done: set[str]):
 
 
 def _mend_string(text: str, done: set[str]) -> str:
-    """A text without control tokens; a thought that a model's answer begins with stays, and so do whole turns."""
+    """A text without stray control tokens: those of turns wherever they stand, others at its beginning and end.
+
+    Elsewhere a token may be what the text is about. A thought that an answer begins with stays, and so do whole turns.
+    """
     if "<" not in text or not CONTROL.search(text):
         return text
     thought = THOUGHT.match(text)
-    start = thought.end() if thought else 0
-    try:
-        if read_turns(text):
-            return text
-    except Fault:  # turns that cannot be told apart
+    head, mended = (text[: thought.end()], text[thought.end() :]) if thought else ("", text)
+    if not head and _turns_of(text):
         return text
-    mended = CONTROL.sub("", TURN_HEADS.sub("", text[start:]))
-    if mended != text[start:]:
+    while (shorter := _without_strays(mended)) != mended:  # what is left may spell a token again
+        mended = shorter
         done.add("control_text")
-        mended = mended if start else mended.strip()
-    return text[:start] + mended
+    return head + mended
+
+
+def _without_strays(text: str) -> str:
+    for stray in (TURN_HEADS, TURN_ENDS, AT_START, AT_END):
+        text = stray.sub("", text)
+    return text
+
+
+def _turns_of(text: str) -> list[tuple[str, str]]:
+    try:
+        return read_turns(text)
+    except Fault:  # turns that cannot be told apart
+        return [("", "")]
+
+
+def _mend_prompt(text: str, done: set[str]):
+    """A prompt; one that spells out whole turns becomes messages."""
+    turns = _turns_of(text) if "<" in text else []
+    if turns and all(role in ROLES for role, _ in turns):
+        done.add("control_text")
+        return [{"role": ROLES[role], "content": said} for role, said in turns]
+    return _mend_string(text, done)
+
+
+def _split_think(message: dict, done: set[str]) -> None:
+    """Read the `<think>...</think>` that an answer begins with, as other models write it, as reasoning."""
+    key = "content" if "content" in message else "value"
+    speaks = ROLES.get(str(message.get("role") or message.get("from"))) == "assistant"
+    found = THINK.match(message[key]) if speaks and isinstance(message.get(key), str) else None
+    if found and not any(message.get(name) for name in ("reasoning", "reasoning_content", "thinking")):
+        message[key] = message[key][found.end() :]
+        if found[1].strip():
+            message["reasoning"] = found[1].strip()
+        done.add("thoughts")
 
 
 def _has_none(value) -> bool:
@@ -278,10 +343,11 @@ def _has_none(value) -> bool:
 
 
 def _summary(result: dict, first: str) -> str:
-    lines = [f"mended   {result['rows_out']:,} of {result['rows_in']:,} rows: {result['output']}"]
-    lines += [f"         {count:,} {TOLD[name]}" for name, count in result["changes"].items()]
+    lines = [f"written  {result['rows_out']:,} of {result['rows_in']:,} rows: {result['output']}"]
+    lines += [f"mended   {count:,} {TOLD[name]}" for name, count in result["changes"].items()]
+    lines += [f"left out {count:,} rows with {code}" for code, count in result["dropped"].items()]
     if not result["changes"]:
-        lines.append("         nothing was to be mended")
+        lines.append("mended   nothing")
     if result["rejected"]:
         reasons = ", ".join(f"{count:,} {code}" for code, count in result["reasons"].items())
         lines.append(f"rejected {result['rejected']:,} rows ({reasons}): {result['rejected_file']}")

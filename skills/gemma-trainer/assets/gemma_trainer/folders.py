@@ -7,15 +7,15 @@ beside each file (`cat.png`, `cat.txt`); or class folders, whose names are the l
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from .errors import RowError
 from .files import user_path
+from .rows import FILE_COLUMN
 from .sources import SUFFIXES, Rows, _named, _Part, open_rows
 
+SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-FILE_COLUMN = re.compile(r"(?:^|_)file_names?$", re.IGNORECASE)
 IMAGES = frozenset(
     ".png .jpg .jpeg .jpe .jfif .webp .gif .bmp .dib .tif .tiff .apng .avif .heic .jp2 .ico .tga .ppm .pgm .pbm".split()
 )
@@ -42,6 +42,11 @@ def open_sources(sources: list[str]) -> tuple[Rows, list[str]]:
         folder = user_path(source)
         found = _walk(folder) if folder.is_dir() else None
         metadata = _metadata(found or [])
+        splits = {path.relative_to(folder).parts[0] for path in found or [] if path.parent != folder} & SPLITS
+        if len(splits) > 1:
+            notes.append(
+                f"{source}: {', '.join(sorted(splits))} are read as one; convert each alone to keep them apart"
+            )
         if metadata:
             parts += metadata
             if others := sum(path.suffix.lower() in SUFFIXES for path in found) - len(metadata):
@@ -79,6 +84,7 @@ class _MediaFolder(_Part):
     """The media files under a folder, each with its text file or else the name of the folder it is in."""
 
     def __init__(self, folder: Path, found: list[Path]):
+        super().__init__(folder)
         self.folder = folder
         self.files = [path for path in found if media_kind(path)]
         texts = {path.with_suffix("") for path in found if path.suffix.lower() == ".txt"}

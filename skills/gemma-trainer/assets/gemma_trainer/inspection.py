@@ -9,7 +9,17 @@ from pathlib import Path
 
 from .errors import MediaError
 from .files import silent_stderr
-from .media import MIN_SAMPLES, ORIENTATION, MediaAccess, _as_pil, _check_size, _content, _decode_audio, _told
+from .media import (
+    MIN_SAMPLES,
+    ORIENTATION,
+    MediaAccess,
+    _as_pil,
+    _check_size,
+    _content,
+    _decode_audio,
+    _told,
+    image_error,
+)
 from .media_files import suffix_of
 from .media_headers import _lies_on_its_side
 from .slots import Media
@@ -77,13 +87,13 @@ def _inspect_image(value, folder, access) -> Facts:
     except MediaError:
         raise
     except Exception as problem:  # decoders raise whatever they like on corrupt data
-        raise MediaError(f"image cannot be read ({_told(problem)})") from None
+        raise image_error(problem) from None
     told = f"{size[0]} x {size[1]} pixels"
     notes = [
         ("image_small", min(size) < SMALL_SIDE),
         ("image_thin", max(size) >= THIN_RATIO * min(size)),
         ("image_large", size[0] * size[1] > LARGE_PIXELS),
-        ("image_rotated", turned != 1),
+        ("image_rotated", turned in range(2, 9)),
     ]
     return Facts(
         "image", content_key(value, folder, access), size=size, notes=tuple((c, told) for c, found in notes if found)

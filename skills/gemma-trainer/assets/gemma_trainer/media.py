@@ -63,7 +63,13 @@ def open_image(value: Any, folder: Path | None = None, access: MediaAccess = Med
     except MediaError:
         raise
     except Exception as problem:  # decoders raise whatever they like on corrupt data
-        raise MediaError(f"image cannot be read ({_told(problem)})") from None
+        raise image_error(problem) from None
+
+
+def image_error(problem: Exception) -> MediaError:
+    """What is to be told of a decoder's complaint about an image."""
+    bomb = type(problem).__name__ == "DecompressionBombError"  # Pillow's own, of an image many times too large
+    return MediaError(f"image cannot be read ({_told(problem)})", "image_bomb" if bomb else "media_unreadable")
 
 
 def _check_size(width: int, height: int) -> None:
@@ -234,6 +240,7 @@ def _decode_file(content: bytes | Path, max_seconds):
             wanted = -1 if max_seconds is None else int(max_seconds * file.samplerate) + 1
             samples = file.read(frames=wanted, dtype="float32", always_2d=True)
             _check_mp3(content, file, samples, wanted)
+            _check_wav(content, file)
             # Where the file ended first, what its header says or lets guess of its length is no matter.
             frames = file.frames if 0 <= wanted <= len(samples) else len(samples)
             return samples, file.samplerate, frames / file.samplerate
@@ -262,6 +269,20 @@ def _check_mp3(content: bytes | Path, file, samples, wanted: int) -> None:
     if any(tag in whole[first : first + 64] for tag in (b"Xing", b"Info", b"VBRI")):
         told, read = announced / file.samplerate, len(samples) / file.samplerate
         raise MediaError(f"audio breaks off or is damaged: {read:.1f} of {told:.1f} s can be decoded")
+
+
+def _check_wav(content: bytes | Path, file) -> None:
+    """Refuse a WAV file that breaks off: its decoder takes what there is, without an error.
+
+    The second four bytes say how many follow. Who writes to a pipe puts the highest number there, or 0.
+    """
+    if file.format not in ("WAV", "WAVEX"):
+        return
+    size = len(content) if isinstance(content, bytes) else content.stat().st_size
+    start = content[:8] if isinstance(content, bytes) else content.open("rb").read(8)
+    told = int.from_bytes(start[4:8], "little")
+    if start[:4] == b"RIFF" and size + 1024 < told + 8 < 0x7FFF0000:
+        raise MediaError(f"audio breaks off: {size:,} of {told + 8:,} bytes are there")
 
 
 def _sound_file(content: bytes | Path):
@@ -339,7 +360,7 @@ def _content(value, folder: Path | None, access: MediaAccess) -> bytes | Path:
             raise MediaError("a media value with neither bytes nor path", "media_missing")
     if isinstance(value, bytes | bytearray | memoryview):
         if not len(value):
-            raise MediaError("empty bytes", "media_missing")
+            raise MediaError("empty bytes")
         return bytes(value)
     if not isinstance(value, str | Path) or not str(value):
         raise MediaError(f"a {type(value).__name__} is no media value")
@@ -375,7 +396,7 @@ def _local(path: Path, folder: Path | None, access: MediaAccess) -> Path:
             told = f"not a regular file: {path}" if path.exists() else f"no such file: {path}"
             raise MediaError(told, "media_missing")
         if path.stat().st_size == 0:
-            raise MediaError(f"empty file: {path}", "media_missing")
+            raise MediaError(f"empty file: {path}")
     except (OSError, RuntimeError, ValueError) as problem:  # too long, a NUL byte, a loop of links, ...
         hint = " (base64 needs a data: URI)" if len(str(path)) > 255 else ""
         raise MediaError(f"no file can be named so: {type(problem).__name__}{hint}", "media_missing") from None

@@ -22,6 +22,7 @@ from .media import (
     _sample_count,
     _sound_file,
     _told,
+    image_error,
 )
 
 
@@ -56,7 +57,7 @@ def image_size(value: Any, folder: Path | None = None, access: MediaAccess = Med
     except MediaError:
         raise
     except Exception as problem:  # decoders raise whatever they like on corrupt data
-        raise MediaError(f"image cannot be read ({_told(problem)})") from None
+        raise image_error(problem) from None
 
 
 def _lies_on_its_side(image) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ ACCEPTED_PREFERENCES = (
     "prompt (or messages, conversations, instruction) + chosen + rejected, strings or messages; or chosen and rejected "
     "as whole conversations that begin alike"
 )
+HH = re.compile(r"\s*Human:")  # how the strings of HH-RLHF begin
 
 
 @dataclass
@@ -55,6 +57,8 @@ def read_preference(raw: Mapping, name: str = "row") -> Preference:
         prompt = with_system(fields, given) if given else read_request(fields)
         if any(answer[0]["role"] != "assistant" for answer in (chosen, rejected)):
             prompt, chosen, rejected = _common_prompt(prompt, chosen, rejected)
+        if not prompt and any(isinstance(fields[key], str) and HH.match(fields[key]) for key in ("chosen", "rejected")):
+            raise Fault("unknown_format", "conversations in one string (HH-RLHF): convert them to preference")
         if not prompt:
             raise Fault("no_common_prompt", f"no prompt; accepted: {ACCEPTED_PREFERENCES}")
         if prompt[-1]["role"] not in ("user", "tool"):
@@ -89,7 +93,7 @@ def _margin(value) -> float | None:
         return None
     try:
         margin = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
         raise Fault("bad_value", "margin must be a number")

@@ -34,6 +34,8 @@ ROLES = {
 }  # fmt: skip
 BLOCK_TYPES = {"text": "text", "image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio",
                "audio_url": "audio", "input_image": "image", "input_text": "text", "output_text": "text"}  # fmt: skip
+FILE_COLUMN = re.compile(r"(?:^|_)file_names?$", re.IGNORECASE)  # names a media file, in the layout of `datasets`
+COLUMN = re.compile(r"[\w.-]{1,40}(?: [\w.-]{1,20})?")  # what may be told as a column's name
 THOUGHT = re.compile(r"\s*<\|channel>thought\n?(.*?)\n?<channel\|>", re.DOTALL)
 
 
@@ -162,6 +164,8 @@ def _conversation(fields: dict) -> tuple[list[dict], str | None]:
     if prompt := read_request(fields):
         answer = read_messages(fields["output"], "assistant") if "output" in fields and "instruction" in fields else []
         return prompt + answer, None
+    if any(FILE_COLUMN.search(str(key)) for key in fields):
+        raise Fault("media_folder", "a row of a folder of media (file_name), which has to be converted")
     if "text" in fields:
         turns = read_turns(_string(fields["text"], "text"))
         # BOS and EOS are added when the row is tokenized: those that the text spells out itself are the same ones.
@@ -172,7 +176,7 @@ def _conversation(fields: dict) -> tuple[list[dict], str | None]:
     if "prompt" in fields or "completion" in fields:
         there, absent = ("prompt", "completion") if "prompt" in fields else ("completion", "prompt")
         raise Fault("missing_field", f"{there} without its {absent}")
-    words = [key for key in sorted(map(str, fields)) if re.fullmatch(r"[\w.-]{1,40}", key)]  # a table without a header
+    words = [key for key in sorted(map(str, fields)) if COLUMN.fullmatch(key)]  # else a table without a header
     others = f" and {len(fields) - len(words)} that are no names" if len(words) < len(fields) else ""
     found = (", ".join(words[:12]) or "no keys") + others
     raise Fault("unknown_format", f"no known format; found: {found}; accepted: {ACCEPTED}")
@@ -261,7 +265,8 @@ def _message(raw) -> dict:
 def _read_assistant(message: dict, raw: Mapping) -> None:
     if calls := raw.get("tool_calls") or raw.get("function_call"):  # the latter in OpenAI's older files
         message["tool_calls"] = _tool_calls(calls)
-    reasoning = _string(raw.get("reasoning") or raw.get("reasoning_content") or "", "reasoning")
+    names = ("reasoning", "reasoning_content", "thinking")
+    reasoning = _string(next((raw[name] for name in names if raw.get(name)), ""), "reasoning")
     thought, message["content"] = _split_thought(message["content"])
     if thought and thought != reasoning.strip():
         reasoning = f"{reasoning}\n{thought}" if reasoning else thought

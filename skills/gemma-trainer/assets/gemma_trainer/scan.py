@@ -9,15 +9,14 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import wait
+
+from .errors import OutOfMemory
 
 PIECE = 256  # rows a worker takes at a time
 FEW = 64  # rows that are not worth a second process
 TELL_EVERY = 10.0  # seconds, where stderr is no terminal
-
-_work: list = []  # in a worker process: what it does
 
 
 def scan(work: Callable[[int, int], object], total: int, workers: int | None = None, doing: str = "rows") -> Iterator:
@@ -29,7 +28,7 @@ def scan(work: Callable[[int, int], object], total: int, workers: int | None = N
         doing: what the progress bar calls it.
 
     Raises:
-        BrokenProcessPool: a worker was killed.
+        OutOfMemory: a worker was killed.
     """
     workers = workers or (_cores() if total > FEW else 1)
     size = max(1, min(PIECE, -(-total // (4 * workers))))
@@ -41,42 +40,92 @@ def scan(work: Callable[[int, int], object], total: int, workers: int | None = N
             yield result
 
 
-def _in_processes(work, pieces, workers: int) -> Iterator:
-    method = "fork" if sys.platform == "linux" else "spawn"  # a fork shares what was loaded
-    context = multiprocessing.get_context(method)
-    pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(work, os.getpid()))
+def _in_processes(work, pieces: list[tuple[int, int]], workers: int) -> Iterator:
+    """Hand pieces out to a team of processes, each with a pipe of its own, and yield the results in order."""
+    team = _Team(work, workers)
     try:
-        waiting: deque = deque()
-        for piece in pieces:
-            waiting.append(pool.submit(_do, *piece))
-            if len(waiting) > 3 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        given, results = 0, {}
+        for wanted in range(len(pieces)):
+            while wanted not in results:
+                while given < len(pieces) and team.idle and given < wanted + 4 * workers:
+                    team.give(given, pieces[given])
+                    given += 1
+                results |= team.take()
+            yield results.pop(wanted)
     finally:
-        pool.shutdown(cancel_futures=True)
+        team.end()
 
 
-def _begin(work, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+class _Team:
+    """Processes that do pieces of work. They hold nothing of worth, so they are killed when no longer needed."""
+
+    def __init__(self, work, workers: int):
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")  # a fork shares memory
+        self.processes, self.idle, self.busy = [], [], []
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(work, theirs, os.getpid()), daemon=True)
+            process.start()
+            theirs.close()  # so that a worker's death ends what it was writing
+            self.processes.append(process)
+            self.idle.append(ours)
+
+    def give(self, number: int, piece: tuple[int, int]) -> None:
+        pipe = self.idle.pop()
+        self.busy.append(pipe)
+        try:
+            pipe.send((number, piece))
+        except OSError:
+            raise _killed() from None
+
+    def take(self) -> dict[int, object]:
+        """What has been done since, by the numbers of the pieces; waits for one at least."""
+        done = {}
+        for pipe in wait(self.busy):
+            try:
+                number, result, error = pipe.recv()
+            except (EOFError, OSError):
+                raise _killed() from None
+            if error is not None:
+                raise error
+            self.busy.remove(pipe)
+            self.idle.append(pipe)
+            done[number] = result
+        return done
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def _killed() -> OutOfMemory:
+    return OutOfMemory("a worker process was killed, probably for lack of memory: lower --num-workers")
+
+
+def _serve(work, pipe, parent: int) -> None:
+    """What a worker does all its life."""
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        signal.signal(number, signal.SIG_IGN)  # sent to all of a group: the main process ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork
-    os.environ["RAYON_NUM_THREADS"] = "1"
     gc.freeze()  # what was loaded before need not be looked through for garbage, nor its memory be written to
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _work[:] = [work]
+    while True:
+        number, piece = pipe.recv()
+        try:
+            answer = number, work(*piece), None
+        except Exception as problem:
+            answer = number, None, problem
+        pipe.send(answer)
 
 
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)  # the main process was killed
-
-
-def _do(start: int, stop: int):
-    return _work[0](start, stop)
 
 
 def _cores() -> int:

@@ -14,8 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import CannotLoad, DataError, RowError
-from .files import user_path
+from .errors import CannotLoad, DataError, EnvironmentUnfit, RowError, UsageError
+from .files import is_disk_full, user_path
 from .rows import SOURCE
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -54,6 +54,11 @@ class Rows:
 
     def __iter__(self) -> Iterator[dict]:
         return itertools.chain.from_iterable(self.parts)
+
+    def check_unchanged(self) -> None:
+        """Refuse files that are not what they were when they were opened; raises DataError."""
+        for part in self.parts:
+            part.check_unchanged()
 
     def name(self, index: int) -> str:
         """What a row is called in errors, such as `rows.jsonl:7`; nothing is read."""
@@ -94,6 +99,10 @@ def open_rows(sources: list[str]) -> Rows:
         CannotLoad: a hub data set cannot be reached or has no such split.
     """
     parts = [part for source in sources for part in _open_source(source)]
+    names = [part.label for part in parts]
+    for part in parts:
+        if names.count(part.label) > 1:  # two files of one name: rows are told by the path
+            part.label = str(part.place)
     return Rows(parts)
 
 
@@ -107,7 +116,7 @@ def fingerprint(sources: list[str], rows: int) -> str:
     """A short hash that tells one data set from another: names, sizes, and the first and last MiB of each file."""
     digest = hashlib.sha256(str(rows).encode())
     for source in sources:
-        for path in _files(source) or [Path(source)]:
+        for path in files_of(source) or [Path(source)]:
             digest.update(path.name.encode())
             if path.is_file():
                 with path.open("rb") as file:
@@ -134,6 +143,8 @@ def _open_source(source: str) -> list:
 
 def _files(source: str) -> list[Path] | None:
     """The files a source names; None when it looks like a hub id. An absent file is an error at once."""
+    if not source.strip():
+        raise UsageError("an empty name where data is expected (a variable that is not set?)")
     path = user_path(source)
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
@@ -142,12 +153,22 @@ def _files(source: str) -> list[Path] | None:
     if is_file:
         return [path]
     if is_folder:
-        return sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
-    if glob.has_magic(source):
-        return sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).suffix.lower() in SUFFIXES)
+        return sorted(filter(_is_data, path.rglob("*")))
     if HUB_ID.fullmatch(source) and path.suffix.lower() not in SUFFIXES and not path.parent.is_dir():
         return None
+    if glob.has_magic(source):
+        return sorted(filter(_is_data, map(Path, glob.glob(str(path), recursive=True))))
     raise DataError(f"no such file: {source}")
+
+
+def files_of(source: str) -> list[Path]:
+    """The files that a source names; none of a hub id. Raises DataError where there is no such file."""
+    return _files(source) or []
+
+
+def _is_data(path: Path) -> bool:
+    """Whether a file in a folder is one of rows; not those that our own scripts have put aside."""
+    return path.suffix.lower() in SUFFIXES and not path.name.endswith(".rejected.jsonl") and path.is_file()
 
 
 def _file_part(path: Path):
@@ -161,7 +182,7 @@ def _file_part(path: Path):
     if suffix == ".csv":
         return _Csv(path)
     if suffix == ".parquet":
-        return _Table(_load_dataset("parquet", data_files=glob.escape(str(path))), path.name, path.parent)
+        return _Table(_load_dataset("parquet", data_files=glob.escape(str(path))), path, path.parent)
     raise DataError(f"{path}: unknown kind of file; known: {', '.join(SUFFIXES)}")
 
 
@@ -189,8 +210,12 @@ def _is_lines(path: Path) -> bool:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         try:
             return isinstance(json.loads(file.readline()), dict) and bool(file.readline().strip())
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return False
+
+
+def _told(problem: json.JSONDecodeError) -> str:
+    return problem.msg.removesuffix(" at").removesuffix(" starting")
 
 
 def _named(row, name: str, folder: Path) -> dict:
@@ -200,7 +225,24 @@ def _named(row, name: str, folder: Path) -> dict:
 
 
 class _Part:
-    """The rows of one file, by number."""
+    """The rows of one file, by number. `place` is its path, or the id of a hub data set; `label` what its rows are
+    called by."""
+
+    def __init__(self, place: Path | str):
+        self.place, self.label = place, getattr(place, "name", place)
+        self.stamp = self._stamp()
+
+    def _stamp(self) -> tuple | None:
+        try:
+            found = Path(self.place).stat()
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that is not what it was when it was opened; raises DataError."""
+        if self._stamp() != self.stamp:
+            raise DataError(f"{self.place}: the file was changed while it was read: run again")
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -230,6 +272,7 @@ class _Records(_Part):
     """A text file as records at byte offsets: one pass finds them, a row is parsed when it is asked for."""
 
     def __init__(self, path: Path):
+        super().__init__(path)
         self.path, self.offsets, self.lines = path, array("Q"), array("Q")
         try:
             self._index()
@@ -270,7 +313,7 @@ class _Records(_Part):
             self.lines.append(number)
 
     def name_of(self, index: int) -> str:
-        return f"{self.path.name}:{self.lines[index]}"
+        return f"{self.label}:{self.lines[index]}"
 
     def _opened(self, index: int):
         try:
@@ -302,21 +345,30 @@ class _JsonLines(_Records):
         try:
             return _named(json.loads(text), name, self.path.parent)
         except json.JSONDecodeError as problem:
-            raise RowError(name, f"not valid JSON ({problem.msg} at column {problem.colno})", "bad_json") from None
+            raise RowError(name, f"not valid JSON ({_told(problem)} at column {problem.colno})", "bad_json") from None
         except (ValueError, RecursionError):
             raise RowError(name, "JSON with a number or a nesting beyond all bounds", "bad_json") from None
 
 
 class _Csv(_Records):
-    """CSV records, which may hold quoted line breaks; the first one is the header."""
+    """CSV records, which may hold quoted line breaks; the first one is the header. Values are separated by commas, or
+    where there is none in the first line by semicolons or tabs."""
 
     def __init__(self, path: Path):
+        with path.open("rb") as file:
+            first = file.readline(MAX_RECORD).decode("utf-8", "replace")
+        self.delimiter = "," if "," in first else max(";\t", key=first.count)
+        if self.delimiter not in first:
+            self.delimiter = ","
         super().__init__(path)
         with self._opened(0) as file:
-            self.header = next(csv.reader([self._record(0, file)[1]])) if len(self) else []
+            self.header = next(self._reader([self._record(0, file)[1]])) if len(self) else []
         if twice := sorted({name for name in self.header if self.header.count(name) > 1}):
             raise RowError(f"{path.name}:1", f"a column name that stands twice: {twice[0][:40]}", "bad_csv")
         del self.offsets[:1], self.lines[:1]
+
+    def _reader(self, lines, **options):
+        return csv.reader(lines, delimiter=self.delimiter, **options)
 
     def _index(self) -> None:
         csv.field_size_limit(2**31 - 1)
@@ -328,10 +380,10 @@ class _Csv(_Records):
                     told = f"a line of more than {MAX_RECORD >> 20} MiB"
                     raise RowError(f"{self.path.name}:{len(ends)}", told, "line_too_long")
                 ends.append(ends[-1] + len(line))
-                yield line.decode("utf-8", "replace")
+                yield line.decode("utf-8-sig" if len(ends) == 2 else "utf-8", "replace")
 
         with self.path.open("rb") as file:
-            reader = csv.reader(lines(file))
+            reader = self._reader(lines(file))
             try:
                 for record in reader:
                     if record:
@@ -345,12 +397,12 @@ class _Csv(_Records):
             with self._opened(len(self) - 1) as file:
                 name, last = self._record(len(self) - 1, file)
             try:
-                list(csv.reader([last] if last.count('"') % 2 else [], strict=True))
+                list(self._reader([last] if last.count('"') % 2 else [], strict=True))
             except csv.Error:
                 raise RowError(name, "a quote that is never closed", "bad_csv") from None
 
     def _parse(self, name: str, text: str) -> dict:
-        values = next(csv.reader(io.StringIO(text, newline="")))
+        values = next(self._reader(io.StringIO(text, newline="")))
         if len(values) != len(self.header):
             raise RowError(name, f"{len(values)} values under {len(self.header)} column names", "bad_csv")
         return _named({k: v for k, v in zip(self.header, values, strict=True) if v != ""}, name, self.path.parent)
@@ -360,13 +412,16 @@ class _JsonList(_Part):
     """A .json file: a list of rows, or an object with the list under "data", "rows" or "train". Read whole."""
 
     def __init__(self, path: Path):
+        super().__init__(path)
         self.path = path
         try:
             content = json.loads(path.read_text(encoding="utf-8-sig"))
         except json.JSONDecodeError as problem:
-            raise RowError(f"{path.name}:{problem.lineno}", f"not valid JSON ({problem.msg})", "bad_json") from None
+            raise RowError(f"{path.name}:{problem.lineno}", f"not valid JSON ({_told(problem)})", "bad_json") from None
         except UnicodeDecodeError:
             raise DataError(f"{path}: not UTF-8 text") from None
+        except (ValueError, RecursionError):
+            raise DataError(f"{path}: JSON with a number or a nesting beyond all bounds") from None
         if isinstance(content, dict):
             content = next((content[key] for key in ("data", "rows", "train") if key in content), [content])
         if not isinstance(content, list):
@@ -380,28 +435,43 @@ class _JsonList(_Part):
         return _named(self.rows[index], self.name_of(index), self.path.parent)
 
     def name_of(self, index: int) -> str:
-        return f"{self.path.name}[{index}]"
+        return f"{self.label}[{index}]"
 
 
 class _Table(_Part):
     """A `datasets.Dataset` (memory-mapped Arrow), read as stored: media stay undecoded, wherever they are nested."""
 
-    def __init__(self, table, name: str, folder: Path):
-        self.table, self.name, self.folder = table.with_format("arrow"), name, folder
+    def __init__(self, table, place: Path | str, folder: Path):
+        super().__init__(place)
+        self.table, self.folder = table.with_format("arrow"), folder
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> dict:
-        return next(self.read(index, index + 1))
+        row = next(self.read(index, index + 1))
+        if isinstance(row, RowError):
+            raise row
+        return row
 
     def read(self, start: int, stop: int) -> Iterator[dict | RowError]:
         for first in range(start, stop, 32):
-            for index, row in enumerate(self.table[first : min(first + 32, stop)].to_pylist(), first):
-                yield _named(row, self.name_of(index), self.folder)
+            some = self.table[first : min(first + 32, stop)]
+            try:
+                rows = some.to_pylist()
+            except UnicodeDecodeError:
+                rows = [_row_or_error(self._decoded, some, at, first + at) for at in range(len(some))]
+            for index, row in enumerate(rows, first):
+                yield row if isinstance(row, RowError) else _named(row, self.name_of(index), self.folder)
+
+    def _decoded(self, some, at: int, index: int) -> dict:
+        try:
+            return some.slice(at, 1).to_pylist()[0]
+        except UnicodeDecodeError:
+            raise RowError(self.name_of(index), "not UTF-8 text", "bad_encoding") from None
 
     def name_of(self, index: int) -> str:
-        return f"{self.name}[{index}]"
+        return f"{self.label}[{index}]"
 
 
 def _load_dataset(name: str, split: str = "train", **options):
@@ -410,6 +480,8 @@ def _load_dataset(name: str, split: str = "train", **options):
     try:
         return datasets.load_dataset(name, split=split, **options)
     except Exception as problem:  # datasets raises what its readers and the hub client raise
+        if any(map(is_disk_full, filter(None, (problem, problem.__cause__, problem.__context__)))):
+            raise EnvironmentUnfit("no room left on the disk for the cache of data sets (HF_DATASETS_CACHE)") from None
         told = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"[:200]
         if "data_files" in options:
             raise DataError(f"{options['data_files']}: cannot be read ({told})") from None

@@ -17,7 +17,7 @@ from .media import MediaAccess
 from .scan import scan
 from .survey import common_windows, open_data
 from .tally import Checker, Tally
-from .writing import RowsWriter
+from .writing import Rejects, RowsWriter, refuse_inputs
 
 
 def split(config) -> dict:
@@ -34,28 +34,36 @@ def split(config) -> dict:
         UsageError: an output that exists, or a --group-by that no row has.
         DataError: no such data, or all rows belong together.
     """
+    if not config.test_size:
+        raise UsageError("--test-size must be more than 0")
     names, rows, count = open_data(config, evaluation=False)
     folder, stem = _outputs(config, names)
     paths = {side: folder / f"{stem}.{side}.jsonl" for side in ("train", "test")}
-    rejected = folder / f"{stem}.rejected.jsonl"
     writers = {side: RowsWriter(path, config.overwrite) for side, path in paths.items()}
-    links = _links(config, rows, count)
+    rejects = Rejects(folder / f"{stem}.jsonl", config.overwrite)
+    refuse_inputs(list(config.data), *paths.values(), rejects.path)
+    links, readable = _links(config, rows, count)
     groups = clusters(count, links)
-    test = draw(groups, config.test_size, config.seed)
-    written = _write(rows, test, writers, RowsWriter(rejected, overwrite=True))
-    if not written["rejected"]:
-        rejected.unlink(missing_ok=True)  # that of an earlier run
+    test = np.zeros(count, bool)
+    test[readable] = draw(np.unique(groups[readable], return_inverse=True)[1], config.test_size, config.seed)
+    written = _write(rows, test, writers, rejects)
     sizes = np.bincount(groups)
+    notes, share = [], test.sum() / max(1, readable.sum())
+    if unreadable := count - int(readable.sum()) - written["rejected"]:
+        notes.append(f"{unreadable:,} rows are in no known form, and stayed with the training rows: check tells why")
+    if abs(share - config.test_size) > 0.1 * config.test_size + 1 / count:
+        notes.append(f"{share:.1%} instead of {config.test_size:.1%}: rows that belong together are too many to part")
     result = {
         "status": "done",
         "demo": not config.data,
         **{side: str(path) for side, path in paths.items()},
         "rows": {side: written[side] for side in paths},
         "rejected": written["rejected"],
-        "rejected_file": str(rejected) if written["rejected"] else None,
+        "rejected_file": str(rejects.path) if written["rejected"] else None,
         "groups": int((sizes > 1).sum()),
         "rows_in_groups": int(sizes[sizes > 1].sum()),
         "largest_group": int(sizes.max()),
+        "notes": notes,
     }
     return result | {"summary": _summary(result, config)}
 
@@ -72,22 +80,25 @@ def _outputs(config, names: list[str]) -> tuple[Path, str]:
     return folder, first.stem if first.is_file() else first.name.replace(":", "-") or "data"
 
 
-def _links(config, rows, count: int) -> np.ndarray:
-    """Pairs [n, 2] of rows that belong together."""
+def _links(config, rows, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(pairs [n, 2] of rows that belong together, which rows [count] bool can be read)."""
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
     checker = Checker(rows, "any", access, frozenset(), common_windows(rows, "any", config.seed), count)
     table, total = Table(), Tally(Findings())
     for tally in scan(checker, count, config.num_workers, "compared"):
         table.append(tally.records)
         total.merge(tally)
-    own = np.arange(count)
+    rows.check_unchanged()
+    own, readable = np.arange(count), table.column("row") != 0
+    if not readable.any():
+        raise DataError(f"none of {count:,} rows can be read: check tells why")
     contents, owners = (np.frombuffer(part, np.uint64) for part in total.media)
     keys = [table.same("row"), table.same("prompt")]
     pairs = [table.near(), *(np.stack([own, key], 1)[key != own] for key in keys)]
     pairs.append(_chain(contents, owners.astype(np.int64)))
     if config.group_by:
         pairs.append(_chain(*_values(rows, count, config.group_by)))
-    return np.concatenate(pairs)
+    return np.concatenate(pairs), readable
 
 
 def _chain(keys: np.ndarray, owners: np.ndarray) -> np.ndarray:
@@ -140,6 +151,7 @@ def _write(rows, test: np.ndarray, writers: dict[str, RowsWriter], rejects: Rows
                 rejects.write({"row": raw.row, "reason": raw.reason, "code": raw.code})
             else:
                 (held if test[position] else train).write(raw)
+        rows.check_unchanged()
     return {"train": writers["train"].count, "test": writers["test"].count, "rejected": rejects.count}
 
 
@@ -154,4 +166,4 @@ def _summary(result: dict, config) -> str:
     ]
     if result["rejected"]:
         lines.append(f"rejected {result['rejected']:,} rows that cannot be read: {result['rejected_file']}")
-    return "\n".join(lines)
+    return "\n".join(lines + [f"note     {note}" for note in result["notes"]])

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from . import duplicates, examples, recipe, sources
-from .cli import note
+from .cli import CollatorFlags, note
 from .demo import SAMPLES
 from .duplicates import Table, clusters
 from .errors import UsageError
 from .files import user_path
-from .findings import BAD_MEDIA, ERROR, INFO, KINDS, ORDER, WARNING, Findings
+from .findings import BAD_MEDIA, CONVERT, DROP, ERROR, INFO, KINDS, ORDER, WARNING, Findings
 from .media import MediaAccess
 from .scan import scan
-from .tally import Checker, Tally, texts_of_entry
-from .writing import RowsWriter
+from .tally import Checker, Tally, prompt_of_entry, texts_of_entry
+from .writing import RowsWriter, refuse_inputs, writable
 
+BATCH_TOKENS = 4096  # in a batch of the longest rows, for the suggested command
 SAMPLED, COMMON_SAMPLE = 1_000, 500  # rows that are measured for the figures; rows that boilerplate is looked for in
 READY, WARNINGS, INVALID = "READY", "READY WITH WARNINGS", "INVALID"
 QUANTILES = {"min": 0, "median": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
@@ -104,6 +106,7 @@ def take_survey(config, collator=None, details=None) -> Survey:
         for line in tally.findings.lines() if details else ():
             details(line)
         total.merge(tally)
+    rows.check_unchanged()
     survey = Survey(names, rows, count, collator, sampled is None or count <= SAMPLED, total, table)
     for line in _whole_set(survey, config):
         if details:
@@ -114,7 +117,7 @@ def take_survey(config, collator=None, details=None) -> Survey:
 def common_windows(rows, task: str, seed: int) -> np.ndarray:
     """The windows that many of the rows share, told from a random sample."""
     chosen = random.Random(seed).sample(range(len(rows)), min(COMMON_SAMPLE, len(rows)))
-    return duplicates.common_windows(filter(None, (texts_of_entry(rows, index, task) for index in sorted(chosen))))
+    return duplicates.common_windows(filter(None, (prompt_of_entry(rows, index, task) for index in sorted(chosen))))
 
 
 def check(config) -> dict:
@@ -127,9 +130,13 @@ def check(config) -> dict:
     if not config.output:
         result = result_of(take_survey(config, load_collator(config)), config)
     else:
-        with RowsWriter(config.output, config.overwrite) as writer:
+        writer = RowsWriter(config.output, config.overwrite, empty=True)
+        if writer.path.suffix.lower() != ".jsonl":
+            raise UsageError(f"--output {config.output}: the name must end in .jsonl")
+        refuse_inputs([*config.data, *config.eval_dataset], writer.path)
+        with writer:
             result = result_of(take_survey(config, load_collator(config), writer.write), config)
-        result["output"] = config.output if writer.count else None
+        result["output"] = config.output
     return result | {"summary": summary(result)}
 
 
@@ -138,12 +145,15 @@ def report(config) -> dict:
     from .dataset_report import write_dataset_report
 
     path = user_path(config.output)
-    if path.exists() and not config.overwrite:
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--output {path}: the name must end in .html")
+    if path.is_dir() or (path.exists() and not config.overwrite):
         raise UsageError(f"--output {path}: the file exists; give --overwrite to replace it, or another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
     survey = take_survey(config, load_collator(config))
     result = result_of(survey, config)
-    write_dataset_report(path, _page(survey, result, config))
+    with writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_dataset_report(path, _page(survey, result, config))
     return {**result, "output": str(path), "exit_code": 0, "summary": f"{result['verdict']}: {path}"}
 
 
@@ -154,8 +164,10 @@ def _page(survey: Survey, result: dict, config) -> dict:
     page = {key: result[key] for key in ("data", "task", "model", "max_len", "demo", "verdict", "findings")}
     page |= result["composition"] | {"rows": survey.evaluation, "pairs": dict(tally.pairs) or None}
     page["findings"] = [f | {"note": next(filter(None, f["details"]), None)} for f in result["findings"]]
-    page["lengths"] = {"tokens": tokens, "trained": trained, "sampled": len(tokens), "exact": survey.exact,
-                       "over_max_len": survey.findings.count("over_max_len"), "unit": "tokens"}  # fmt: skip
+    if told := result["lengths"]:
+        over = survey.findings.count("over_max_len")
+        page["lengths"] = {"tokens": tokens, "trained": trained, "of": told["of"], "over_max_len": over}
+    page["train_command"] = result["train_command"]
     page["images"] = {"sizes": tally.image_sizes, "count": media["image"]}
     page["audio"] = {"seconds": seconds, "count": media["audio"], "limit": 30.0}
     page["duplicates"] = {
@@ -181,7 +193,7 @@ def _whole_set(survey: Survey, config) -> Iterator[dict]:
     if len(tally.counts["formats"]) > 1:
         formats = tally.counts["formats"]
         survey.findings.add("mixed_formats", 0, detail=", ".join(sorted(formats)), count=sum(formats.values()))
-    if not tally.trained_rows:
+    if not tally.trained_rows and tally.bad_rows < len(survey.rows):
         survey.findings.add("nothing_trained", 0, count=count)
     if told := _label_imbalance(tally, count):
         survey.findings.add("label_imbalance", 0, detail=told, count=sum(tally.labels.values()))
@@ -254,8 +266,12 @@ def _length_bias(tally: Tally) -> str:
     share = longer / unequal
     if abs(share - 0.5) < max(0.15, 1.5 / unequal**0.5):
         return ""
-    ratio = np.exp(tally.log_ratio / tally.pairs["pairs"])
-    return f"chosen is longer in {share:.0%} of {unequal:,} pairs, {ratio:.2f} times as long on average"
+    ratio, side = np.exp(tally.log_ratio / tally.pairs["pairs"]), "chosen"
+    if share < 0.5:
+        share, ratio, side = 1 - share, 1 / ratio, "rejected"
+    return (
+        f"{side} is longer in {share:.0%} of {unequal:,} pairs that differ in it, {ratio:.2f} times as long on average"
+    )
 
 
 # ---- the result
@@ -296,7 +312,7 @@ def result_of(survey: Survey, config) -> dict:
         "max_len": config.max_len,
         "counts": counts,
         "findings": findings,
-        "lengths": _lengths(survey),
+        "lengths": _lengths(survey, config),
         "composition": {name: dict(tally.counts[name].most_common(20)) for name in ("formats", "modalities", "roles",
                         "turns", "scripts") if name in tally.counts},
         "train_command": _command(survey, config) if verdict != INVALID else None,
@@ -306,16 +322,18 @@ def result_of(survey: Survey, config) -> dict:
 
 def _told(code: str, survey: Survey, config) -> dict:
     kind, found = KINDS[code], survey.findings.found[code]
-    data = " ".join(map(shlex.quote, survey.names))
+    remedy = kind.remedy
+    if code == "over_max_len":
+        remedy = f"--max-len {survey.tally.longest} keeps all of them; else their ends are cut"
     told = {
         "code": code,
         "severity": severity_of(code, survey, config),
         "title": kind.title,
         "count": found.count,
         "rows": list(dict.fromkeys(name for _, name, _ in found.rows if name)),
-        "details": [detail for _, _, detail in found.rows],
-        "remedy": kind.remedy,
-        "command": f"python {script(kind.command.format(data=data))}" if kind.command else None,
+        "details": [detail if len(detail) <= 160 else f"{detail[:159]}…" for _, _, detail in found.rows],
+        "remedy": remedy,
+        "command": _mend_command(code, survey, config),
     }
     if config.show_text:
         told["text"] = [_excerpt(survey.rows, position) for position, name, _ in found.rows if name]
@@ -324,42 +342,81 @@ def _told(code: str, survey: Survey, config) -> dict:
     return told
 
 
+def _mend_command(code: str, survey: Survey, config) -> str | None:
+    """The command line that mends a finding, where a command of dataset_prep.py does."""
+    action, names, place = KINDS[code].action, survey.names, user_path(survey.names[0])
+    if not action:
+        return None
+    alone = len(names) == 1 and place.is_file()
+    stem = str(place.with_suffix("")) if alone else f"{place.name or 'data'}-rows"
+    words = ["dataset_prep.py", "convert" if action == CONVERT else "fix", *map(shlex.quote, names)]
+    if action == CONVERT:
+        words.append(f"--to {'messages' if config.task == 'sft' else 'preference'}")
+    elif action == DROP:
+        words.append(f"--drop {code}")
+    ending = "converted" if action == CONVERT else "fixed"
+    return f"{script(' '.join(words))} --output {shlex.quote(f'{stem}.{ending}.jsonl')}"
+
+
 def _excerpt(rows, position: int, size: int = 200) -> str:
-    text = texts_of_entry(rows, position, "any")
+    text = " ".join(texts_of_entry(rows, position, "any").split("\n"))
     return text if len(text) <= size else text[: size - 1] + "…"
 
 
-def _lengths(survey: Survey) -> dict | None:
+def _lengths(survey: Survey, config) -> dict | None:
     if not survey.tally.lengths:
         return None
     tokens, trained = np.array(survey.tally.lengths).T
-    quantiles = {name: int(np.percentile(tokens, at, method="higher")) for name, at in QUANTILES.items()}
-    of = "all rows" if survey.exact else f"a random sample of {len(tokens):,} of {survey.evaluation:,} rows"
+    quantiles = {name: int(np.percentile(tokens, at, method="inverted_cdf")) for name, at in QUANTILES.items()}
+    count = len(tokens) // (1 if config.task == "sft" else 2)
+    of = f"a random sample of {count:,} of {survey.evaluation:,} rows"
+    if survey.exact:
+        of = (
+            "all rows"
+            if count == survey.evaluation
+            else f"the {count:,} of {survey.evaluation:,} rows that can be read"
+        )
+    of += "" if config.task == "sft" else ", both answers of each"
     return {"of": of, "tokens": quantiles, "trained_share": round(float(trained.sum() / max(1, tokens.sum())), 4),
             "over_max_len": survey.findings.count("over_max_len")}  # fmt: skip
 
 
 def _command(survey: Survey, config) -> str | None:
     """A command line that trains on the data, with a length and a batch size that fit them."""
-    if config.task != "sft":
+    if config.task != "sft" or not config.data:  # the demo's own data are trained on without any flag
         return None
-    words = [f"python {script('sft_train.py')}", f"--model {shlex.quote(config.model or 'google/gemma-4-E2B-it')}"]
+    words = [script("sft_train.py"), f"--model {shlex.quote(config.model or 'google/gemma-4-E2B-it')}"]
     words.append(f"--dataset {' '.join(map(shlex.quote, survey.names))}")
     held = " ".join(map(shlex.quote, config.eval_dataset))
     words.append(f"--eval-dataset {held}" if held else "--test-size 0.1")
-    if lengths := _lengths(survey):
-        longest = lengths["tokens"]["max"] if not lengths["over_max_len"] else config.max_len
-        batch = max(1, min(8, 2 ** int(np.log2(max(1, 4096 / lengths["tokens"]["p95"])))))
-        room = 64 * -(-longest * 5 // 4 // 64)  # a fourth more: rows that were not measured may be longer
-        words.append(f"--max-len {min(config.max_len, room)} --batch-size {batch} --grad-accum {8 // batch}")
+    if survey.tally.longest:
+        room = 64 * -(-survey.tally.longest * 5 // 4 // 64)  # a fourth more: rows that were not measured may be longer
+        limit = min(config.max_len, room)
+        batch = max(1, min(8, 2 ** int(np.log2(max(1, BATCH_TOKENS / limit)))))
+        words.append(f"--max-len {limit} --batch-size {batch} --grad-accum {8 // batch}")
     if survey.evaluation < 1000:
         words.append("--epochs 3")
-    return " ".join(words)
+    return " ".join(words + _options(config))
+
+
+def _options(config) -> list[str]:
+    """The collator's options as flags, where they are not the usual ones: training is to do what was checked."""
+    words = []
+    for field in dataclasses.fields(CollatorFlags):
+        value, option = getattr(config, field.name), field.name.replace("_", "-")
+        if value != field.default:
+            switch = f"--{option}" if value else f"--no-{option}"
+            words.append(switch if isinstance(value, bool) else f"--{option} {shlex.quote(str(value))}")
+    return words
 
 
 def script(command: str) -> str:
-    """A command of one of the scripts, by the path that the running one was called by."""
-    return shlex.quote(os.path.dirname(sys.argv[0])) + f"/{command}" if os.path.dirname(sys.argv[0]) else command
+    """A command line for one of the scripts, by the interpreter that runs and the path that it was called by."""
+    python = shutil.which("python")
+    same = python and os.path.dirname(python) == os.path.dirname(sys.executable)
+    folder = os.path.dirname(sys.argv[0])
+    start = f"{shlex.quote(folder)}/" if folder else ""
+    return f"{'python' if same else shlex.quote(sys.executable)} {start}{command}"
 
 
 def summary(result: dict) -> str:
@@ -384,7 +441,7 @@ def summary(result: dict) -> str:
 
 def _lines_of(found: dict) -> list[str]:
     detail = next(filter(None, found["details"]), "")
-    lines = [f"{found['severity']:8} {found['code']}: {found['count']:,} {found['title']}"]
+    lines = [f"{found['severity']:8} {found['code']} ({found['count']:,}): {found['title']}"]
     if found["rows"]:
         more = ", ..." if found["count"] > len(found["rows"]) else ""
         lines.append(f"         rows: {', '.join(found['rows'])}{more}" + (f" (first: {detail})" if detail else ""))

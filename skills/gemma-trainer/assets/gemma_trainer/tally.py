@@ -28,13 +28,14 @@ if TYPE_CHECKING:  # a model's tokens need torch, which takes seconds to import
     from .tokens import Length, Shape, TokenChecker
 
 LABEL_LENGTH, MAX_LABELS = 40, 2_000  # an answer of so many characters may be a label; distinct ones that are counted
+MOSTLY = 0.9  # share of a row's text that many rows have, above which it can hardly be told from them
 MAX_KNOWN_MEDIA = 50_000  # files whose facts are kept, in case another row names them
 
 
 @dataclass
 class Tally:
-    """What a piece of a data set holds. `lengths` are (tokens, trained) of the rows that were measured for the figures;
-    `media` are (hash of the content, row)."""
+    """What a piece of a data set holds. `lengths` are (tokens, trained) of the rows that were measured for the figures,
+    of a pair those of both sides; `media` are (hash of the content, row)."""
 
     findings: Findings
     rows: int = 0
@@ -43,6 +44,7 @@ class Tally:
     bad_media: int = 0
     counts: defaultdict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
     lengths: list[tuple[int, int]] = field(default_factory=list)
+    longest: int = 0  # tokens of the longest row that was measured
     image_sizes: list[tuple[int, int]] = field(default_factory=list)
     clip_seconds: list[float] = field(default_factory=list)
     labels: Counter = field(default_factory=Counter)
@@ -57,6 +59,7 @@ class Tally:
     def merge(self, other: Tally) -> None:
         """Add the tally of another piece; its records are left alone."""
         self.findings.merge(other.findings)
+        self.longest = max(self.longest, other.longest)
         for name in ("rows", "bad_rows", "trained_rows", "bad_media", "log_ratio"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for group, counts in other.counts.items():
@@ -116,7 +119,9 @@ class Checker:
                 self._describe(seen, raw, tally)
                 waiting += self._judge(seen, tally)
         # With media, rows are near only where these are the same: their hash is mixed into the sketch.
-        sketches = duplicates.sketches(texts, self.common)
+        sketches, shared = duplicates.sketches(texts, self.common)
+        for at in np.flatnonzero(shared > MOSTLY).tolist():
+            tally.findings.add("mostly_shared", start + at, self.rows.name(start + at), f"{shared[at]:.0%} of its text")
         tally.records["text"] = np.where(sketches != 0, sketches ^ tally.records["text"], 0)
         self._measure(waiting, tally)
         return tally
@@ -241,18 +246,19 @@ class Checker:
             if refusal := next((length for length in found if isinstance(length, RowError)), None):
                 self._refuse(seen, refusal, tally)
                 continue
+            tally.longest = max(tally.longest, *(length.tokens for length in found))
             for code, detail in self._told(found):
                 tally.findings.add(code, seen.position, seen.row.name, detail)
             if seen.position < self.evaluation:
                 tally.trained_rows += seen.whole and all(length.kept_trained for length in found)
                 if self.sampled is None or seen.position in self.sampled:
-                    tally.lengths.append((max(n.tokens for n in found), sum(n.trained for n in found)))
+                    tally.lengths += [(length.tokens, length.trained) for length in found]
 
     def _told(self, found: list[Length]):
         limit = self.tokens.collator.max_length
         longest = max(length.tokens for length in found)
         if limit is not None and longest > limit:
-            lost = sum(length.trained - length.kept_trained for length in found)
+            lost = max(length.trained - length.kept_trained for length in found)
             yield "over_max_len", f"{longest} tokens, {lost} trained ones are cut"
         if any(length.trained and not length.kept_trained for length in found):
             yield "cut_to_nothing", f"{longest} tokens"
@@ -300,6 +306,18 @@ def main_row(entry: Row | Preference) -> Row:
     return entry if isinstance(entry, Row) else entry.chosen
 
 
+def prompt_of_entry(rows, position: int, task: str) -> str:
+    """The text before a row's last answer; empty where it cannot be read."""
+    try:
+        entry = read_entry(rows[position], "", task)
+    except RowError:
+        return ""
+    messages = main_row(entry).messages
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    prompt = messages[: answers[-1]] if answers else messages
+    return "\n".join(text for message in prompt if message["role"] != "system" for text in texts_of(message))
+
+
 def texts_of_entry(rows, position: int, task: str) -> str:
     """The text that tells a row from others; empty where it cannot be read."""
     try:
@@ -315,17 +333,18 @@ def identify(entry: Row | Preference, media_keys: list[int | None]) -> tuple[int
         media_keys: a hash of each medium's content; None for one that cannot be read, and may be any.
     """
     row = main_row(entry)
+    kind = "" if row.trained else "context"
     if row.text is not None:
-        return duplicates.keys_of(["text", row.text])[0], 0, 0
+        return duplicates.keys_of(["text", kind, row.text])[0], 0, 0
     media = ",".join(row.name if key is None else str(key) for key in media_keys)
     if isinstance(entry, Preference):
         asked = entry.shared
-        rest = ["rejected", *_spelled(entry.rejected.messages[asked:])]
+        rest = ["rejected", str(entry.margin), *_spelled(entry.rejected.messages[asked:])]
     else:
         answers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
         asked, rest = answers[-1] if answers else len(row.messages), []
     spelled = _spelled(row.messages)
-    prompt, whole = duplicates.keys_of([media, *spelled[:asked]], [*spelled[asked:], _json(row.tools), *rest])
+    prompt, whole = duplicates.keys_of([media, *spelled[:asked]], [*spelled[asked:], kind, _json(row.tools), *rest])
     return whole, prompt if asked else 0, duplicates.keys_of([media])[0] if media else 0
 
 
@@ -345,7 +364,7 @@ def _spelled(messages: list[dict]) -> list[str]:
         content = message["content"]
         text = content if isinstance(content, str) else _json(content)
         if len(message) > 2:
-            text += _json([message.get("tool_calls"), message.get("reasoning")])
+            text += _json({key: value for key, value in message.items() if key not in ("role", "content")})
         spelled.append(f"{message['role']}\x1f{text}")
     return spelled
 

@@ -7,6 +7,7 @@ holds the media themselves.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from .media import MediaAccess
 from .media_files import MediaStore, embedded, localised
 from .rows import BLOCK_TYPES, SOURCE, _media_value
 from .slots import MEDIA_COLUMNS, blocks_of
+from .sources import files_of
 
 OUTPUTS = (".jsonl", ".parquet")
 GROUP_ROWS, GROUP_BYTES = 500, 32 * 2**20  # a parquet row group: what is held in memory until it is written
@@ -34,8 +36,9 @@ LAYOUTS = {  # the columns of a parquet file, by the kind of its rows
 class RowsWriter:
     """Write rows to `path` (.jsonl or .parquet): a context, at whose end the file is in its place.
 
-    After an error or an interruption there is no file, or the older one, and none of the media written on the way. So
-    it is when no row was written. `count` is the number of rows written.
+    After an error or an interruption there is no file, or the older one, and none of the media written on the way; so
+    also when no row was written, unless `empty` says that a file without rows is a result. `count` is the number of
+    rows written.
 
     Example:
         with RowsWriter("out.jsonl") as writer:
@@ -45,18 +48,25 @@ class RowsWriter:
         UsageError: at once, for no path, another suffix, or a file that is there already and not to be overwritten.
     """
 
-    def __init__(self, path: str | Path | None, overwrite: bool = False, access: MediaAccess = MediaAccess()):
+    def __init__(
+        self,
+        path: str | Path | None,
+        overwrite: bool = False,
+        access: MediaAccess = MediaAccess(),
+        empty: bool = False,
+    ):
         if path is None:
             raise UsageError("--output FILE says where the rows go: a .jsonl or .parquet file")
-        self.path, self.access, self.count = user_path(path), access, 0
+        self.path, self.access, self.count, self.empty = user_path(path), access, 0, empty
         check_output(self.path, overwrite)
         self.store = MediaStore(self.path)
         self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         self._table: _Table | None = None
 
     def __enter__(self) -> RowsWriter:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.temporary.open("wb")
+        with writable(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.temporary.open("wb")
         return self
 
     def write(self, row: dict) -> None:
@@ -83,7 +93,7 @@ class RowsWriter:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            if error is None and self.count:
+            if error is None and (self.count or self.empty):
                 self._finish()
         finally:
             with contextlib.suppress(Exception):  # after an error, what cannot be flushed is to be thrown away anyhow
@@ -104,6 +114,30 @@ class RowsWriter:
         os.replace(self.temporary, self.path)
 
 
+class Rejects(RowsWriter):
+    """The rows that a command puts aside, in `<stem>.rejected.jsonl` beside its output: `row`, `reason` and `code` of
+    each. A file of an earlier run is replaced, and goes where nothing is put aside; any other is in the way.
+    """
+
+    def __init__(self, output: Path, overwrite: bool):
+        path = output.with_name(f"{output.stem}.rejected.jsonl")
+        super().__init__(path, overwrite or _is_rejects(path))
+
+    def __exit__(self, kind, error, trace) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None and not self.count and _is_rejects(self.path):
+            self.path.unlink()
+
+
+def _is_rejects(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            first = json.loads(file.readline(2**24))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and {"row", "reason", "code"} <= first.keys()
+
+
 def check_output(path: Path, overwrite: bool) -> None:
     """Refuse a file that cannot or must not be written, with a UsageError."""
     if path.suffix.lower() not in OUTPUTS:
@@ -112,6 +146,30 @@ def check_output(path: Path, overwrite: bool) -> None:
         raise UsageError(f"--output {path}: a folder has this name")
     if path.exists() and not overwrite:
         raise UsageError(f"--output {path}: the file exists; give --overwrite to replace it, or another name")
+
+
+@contextlib.contextmanager
+def writable(path: Path):
+    """Tell that a file cannot be written where its path is the reason; a full disk and lacking rights pass through."""
+    try:
+        yield
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as problem:
+        raise UsageError(f"--output {path}: cannot be written ({problem.strerror})") from None
+    except OSError as problem:
+        if problem.errno not in (errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP):
+            raise
+        raise UsageError(f"--output: the name cannot be written ({problem.strerror})") from None
+
+
+def refuse_inputs(names: list[str], *outputs: Path) -> None:
+    """Refuse (UsageError) outputs that are data files, or lie in a data folder, where they would be read as data."""
+    files = {file.resolve() for name in names for file in files_of(name)}
+    folders = [user_path(name).resolve() for name in names if user_path(name).is_dir()]
+    for output in outputs:
+        if output.resolve() in files:
+            raise UsageError(f"{output} is one of the data files, and would be written: choose another name")
+        if any(output.resolve().is_relative_to(folder) for folder in folders):
+            raise UsageError(f"{output} lies in the data folder, where it would be read as data: write elsewhere")
 
 
 def json_line(row: Mapping) -> bytes:
@@ -170,7 +228,7 @@ def _message(message, place):
 def _block(block, place):
     if not isinstance(block, Mapping):
         return block
-    kind = BLOCK_TYPES.get(block.get("type") or next((key for key in MEDIA_COLUMNS if key in block), None))
+    kind = BLOCK_TYPES.get(str(block.get("type") or next((key for key in MEDIA_COLUMNS if key in block), None)))
     value = _media_value(block, kind) if kind in MEDIA_COLUMNS else None
     return block if value is None else {"type": kind, kind: place(value, kind)}
 
