@@ -8,7 +8,6 @@ Rows that agree in a band are candidates; the share of equal bytes estimates the
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import tempfile
@@ -65,7 +64,6 @@ def _places(found: np.ndarray) -> np.ndarray:
 def sketches(texts: list[str], common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sketches [n, 16] uint64 of texts without their common windows, zeros where nothing is left of one; and the share
     [n] of their windows that are common."""
-    minhash = _minhash()
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     lengths = np.array([len(text) for text in encoded])
     found = windows(b"".join(encoded))
@@ -78,26 +76,26 @@ def sketches(texts: list[str], common: np.ndarray) -> tuple[np.ndarray, np.ndarr
     filled = np.flatnonzero(np.diff(ends, prepend=0))
     if len(filled):
         offsets = np.concatenate([[0], ends[filled]]).astype(np.uint64)
-        minima = minhash.digest_matrix_from_flat_token_hashes(found[kept], offsets, MINIMA, 1)
-        result[filled] = np.array(minima.to_rows(), np.uint32).astype(np.uint8)
+        result[filled] = _minima(found[kept], offsets).astype(np.uint8)
     counts = np.maximum(lengths - WIDTH + 1, 1)
     return result.view(np.uint64), np.where(lengths < WIDTH, 0, 1 - np.diff(ends, prepend=0) / counts)
 
 
-@functools.cache
-def _minhash():
-    """rensa's MinHash, told to start no threads: a process that is forked later would wait for them for ever."""
+def _minima(hashes: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """MinHash [n, 128] uint32 of the hashes between the offsets [n + 1].
+
+    rensa is told to start no threads when it first looks: a process that is forked later would wait for them for ever.
+    """
     name = "RAYON_NUM_THREADS"
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
         from rensa import RMinHash
 
-        # It looks at the setting when it first works.
-        RMinHash.digest_matrix_from_flat_token_hashes(np.ones(1, np.uint64), np.array([0, 1], np.uint64), MINIMA, 1)
-        return RMinHash
+        found = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, MINIMA, 1)
     finally:
         os.environ.pop(name) if before is None else os.environ.update({name: before})
+    return np.array(found.to_rows(), np.uint32)
 
 
 class Table:

@@ -322,6 +322,7 @@ def result_of(survey: Survey, config) -> dict:
 
 def _told(code: str, survey: Survey, config) -> dict:
     kind, found = KINDS[code], survey.findings.found[code]
+    details = list(dict.fromkeys(detail for _, _, detail in found.rows if detail))
     remedy = kind.remedy
     if code == "over_max_len":
         remedy = f"--max-len {survey.tally.longest} keeps all of them; else their ends are cut"
@@ -331,7 +332,7 @@ def _told(code: str, survey: Survey, config) -> dict:
         "title": kind.title,
         "count": found.count,
         "rows": list(dict.fromkeys(name for _, name, _ in found.rows if name)),
-        "details": [detail if len(detail) <= 160 else f"{detail[:159]}…" for _, _, detail in found.rows],
+        "details": [detail if len(detail) <= 160 else f"{detail[:159]}…" for detail in details[:3]],
         "remedy": remedy,
         "command": _mend_command(code, survey, config),
     }
