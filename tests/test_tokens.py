@@ -93,7 +93,9 @@ def test_lengths_and_losses_are_the_collators(processor, media, limit):
 def test_a_shape_is_rendered_once_and_a_refused_one_is_told(monkeypatch):
     checker = TokenChecker(MultimodalCollator(tiny.make_processor("gemma3_text"), None))
     count, measure = [], checker.collator.measure
-    monkeypatch.setattr(checker.collator, "measure", lambda rows: count.append(len(rows)) or measure(rows))
+    monkeypatch.setattr(
+        checker.collator, "measure", lambda rows, *rest: count.append(len(rows)) or measure(rows, *rest)
+    )
     for number in range(20):
         assert not checker.shape(read_row(talk(f"question {number}", f"answer {number}"))).error
     assert len(count) == 1

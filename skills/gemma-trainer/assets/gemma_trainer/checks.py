@@ -157,7 +157,7 @@ def check_text(text: str, control: re.Pattern = CONTROL, bos: str = BOS) -> Note
             yield "stray_bos", ""
         if found := set(control.findall(text)) - {bos}:
             yield "control_text", ", ".join(sorted(found)[:5])
-    if any(sign in text for sign in ("<|", "INST]", "<<SYS", "### ", "think>", "<tool_")):
+    if "<|" in text or "### " in text or "INST]" in text or "think>" in text or "<tool_" in text or "<<SYS" in text:
         if found := [marker for marker in FOREIGN if marker in text]:
             yield "foreign_markers", ", ".join(found)
     if not text.isascii() and is_mojibake(text):

@@ -205,15 +205,20 @@ class MultimodalCollator:
         lengths = [len(next(encoded)) + more if found else 1 for found, more in zip(read, media, strict=True)]
         return [length if self.max_length is None else min(length, self.max_length) for length in lengths]
 
-    def measure(self, rows: list[Row]) -> list[Measured | RowError]:
+    def measure(self, rows: list[Row], tokens: list | None = None) -> list[Measured | RowError]:
         """Render, tokenize and label rows without opening their media, which are worked out from their headers.
+
+        Args:
+            tokens: for each row the soft tokens of its media, a list with None for one that cannot be read; None where
+                they are not known.
 
         Returns, for each row, what it becomes, or why the chat template refuses it. A row with a medium that cannot be
         measured trains nothing.
         """
-        items = [
-            _Item(row, [_Slot(m.kind, tokens=self._tokens_from_header(row, m)) for m in row.media]) for row in rows
-        ]
+        items = []
+        for row, known in zip(rows, tokens or [None] * len(rows), strict=True):
+            known = known or [self._tokens_from_header(row, medium) for medium in row.media]
+            items.append(_Item(row, [_Slot(m.kind, tokens=n) for m, n in zip(row.media, known, strict=True)]))
         measured: list[Measured | RowError] = []
         for item, labelled in zip(items, self._labelled(items), strict=True):
             if isinstance(labelled, RowError):

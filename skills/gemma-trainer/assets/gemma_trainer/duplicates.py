@@ -37,9 +37,7 @@ def windows(text: bytes) -> np.ndarray:
     count = len(text) - WIDTH + 1
     if count < 1:
         return np.empty(0, np.uint64)
-    found = np.ndarray((count,), "<u8", text, strides=(1,)) * MIX
-    found ^= found >> np.uint64(32)
-    return found
+    return np.ndarray((count,), "<u8", text, strides=(1,)) * MIX
 
 
 def common_windows(prompts: Iterable[str]) -> np.ndarray:

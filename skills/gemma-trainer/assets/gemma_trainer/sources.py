@@ -289,7 +289,11 @@ class _Records(_Part):
     def read(self, start: int, stop: int) -> Iterator[dict | RowError]:
         with self._opened(start) as file:
             for index in range(start, stop):
-                yield _row_or_error(lambda index=index: self._parse(*self._record(index, file)))
+                try:
+                    row = self._parse(*self._record(index, file))
+                except RowError as problem:
+                    row = problem
+                yield row
 
     def _parse(self, name: str, text: str) -> dict:
         raise NotImplementedError

@@ -237,7 +237,10 @@ class Checker:
         return max(shape.cost for shape in shapes) + soft + len(seen.text.encode()) > limit
 
     def _measure(self, waiting: list[tuple[_Seen, Row]], tally: Tally) -> None:
-        lengths = self.tokens.measure([row for _, row in waiting]) if waiting else []
+        if not waiting:
+            return
+        soft = [self._soft_tokens(seen, row) for seen, row in waiting]
+        lengths = self.tokens.measure([row for _, row in waiting], soft)
         of_row: dict[int, list[Length | RowError]] = {}
         for (seen, _), length in zip(waiting, lengths, strict=True):
             of_row.setdefault(seen.position, []).append(length)
@@ -253,6 +256,12 @@ class Checker:
                 tally.trained_rows += seen.whole and all(length.kept_trained for length in found)
                 if self.sampled is None or seen.position in self.sampled:
                     tally.lengths += [(length.tokens, length.trained) for length in found]
+
+    def _soft_tokens(self, seen: _Seen, row: Row) -> list[int | None] | None:
+        """The soft tokens of a row's media; None for the rejected side of a pair, whose media may be others."""
+        if row is not seen.row or not row.media:
+            return None
+        return [self.tokens.soft_tokens(known) if known else None for known in seen.facts[: len(row.media)]]
 
     def _told(self, found: list[Length]):
         limit = self.tokens.collator.max_length

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .collator import MultimodalCollator
+from .collator import Measured, MultimodalCollator
 from .errors import RowError
 from .features import clip_tokens, image_tokens
 from .inspection import Facts
@@ -89,14 +89,12 @@ class TokenChecker:
             return image_tokens(processor, family, *facts.size)
         return clip_tokens(processor, family, math.ceil(facts.seconds * processor.feature_extractor.sampling_rate))
 
-    def measure(self, rows: list[Row]) -> list[Length | RowError]:
-        """Render, tokenize and label rows."""
-        return [
-            found if isinstance(found, RowError) else self._length(row, found)
-            for row, found in zip(rows, self.collator.measure(rows), strict=True)
-        ]
+    def measure(self, rows: list[Row], tokens: list | None = None) -> list[Length | RowError]:
+        """Render, tokenize and label rows; `tokens` as for `collator.measure`."""
+        measured = self.collator.measure(rows, tokens)
+        return [found if isinstance(found, RowError) else self._length(found) for found in measured]
 
-    def _length(self, row: Row, found) -> Length:
+    def _length(self, found: Measured) -> Length:
         trained = found.tokens[1] != IGNORE
         return Length(
             found.tokens.shape[1],
