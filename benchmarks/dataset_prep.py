@@ -40,7 +40,7 @@ import soundfile
 from PIL import Image
 from transformers import Gemma4AudioFeatureExtractor, Gemma4ImageProcessor, Gemma4Processor, Gemma4VideoProcessor
 
-from gemma_trainer import demo, survey
+from gemma_trainer import demo, survey, verdict
 from gemma_trainer.collator import MultimodalCollator
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,8 +130,8 @@ def ours(path: Path, collator, **flags) -> float:
     """Seconds a row."""
     config = dataclasses.replace(dataset_prep.CheckFlags(), data=(str(path),), model="loaded", **flags)
     start = time.perf_counter()
-    result = survey.result_of(survey.take_survey(config, collator), config)
-    assert result["verdict"] != survey.INVALID, result["findings"]
+    result = verdict.result_of(survey.take_survey(config, collator), config)
+    assert result["verdict"] != verdict.INVALID, result["findings"]
     return (time.perf_counter() - start) / result["counts"]["rows"]
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from test_duplicates import texts
 
 from conftest import ASSETS, ROOT, SAMPLES, ask, talk
-from gemma_trainer import cli, demo, survey
+from gemma_trainer import cli, demo, verdict
 from gemma_trainer.errors import UsageError
 from gemma_trainer.findings import KINDS
 
@@ -42,7 +42,7 @@ def check(monkeypatch, processor):
     monkeypatch.setattr(demo, "make_processor", lambda: processor)
 
     def run(*arguments):
-        result = survey.check(cli.parse(CheckFlags, "", "", [*map(str, arguments)], "check"))
+        result = verdict.check(cli.parse(CheckFlags, "", "", [*map(str, arguments)], "check"))
         return result["exit_code"], result
 
     return run

@@ -117,16 +117,16 @@ class SplitFlags(OutputFlags):
 
 def check(config: CheckFlags) -> dict:
     sources.must_exist(*config.data, *config.eval_dataset)
-    from gemma_trainer import survey
+    from gemma_trainer import verdict
 
-    return survey.check(config)
+    return verdict.check(config)
 
 
 def report(config: ReportFlags) -> dict:
     sources.must_exist(*config.data, *config.eval_dataset)
-    from gemma_trainer import survey
+    from gemma_trainer import verdict
 
-    return survey.report(config)
+    return verdict.report(config)
 
 
 def convert(config: ConvertFlags) -> dict:
