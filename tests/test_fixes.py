@@ -190,8 +190,9 @@ def test_no_data_file_is_written_over_or_taken_away(tmp_path):
         fixes.fix(config(other, tmp_path / "z.jsonl"))
     with pytest.raises(UsageError, match="lies in the data folder"):
         fixes.fix(config(tmp_path, tmp_path / "new" / "z.jsonl"))
-    assert read(data) == [talk("a", "b")] and read(tmp_path / "z.rejected.jsonl") == [{"mine": 1}]
-    assert fixes.fix(config(other, other, overwrite=True))["rows_out"] == 1 and read(other) == [talk("a", "b")]
+    with pytest.raises(UsageError, match="is one of the data files"):
+        fixes.fix(config(other, other, overwrite=True))
+    assert read(data) == read(other) == [talk("a", "b")] and read(tmp_path / "z.rejected.jsonl") == [{"mine": 1}]
 
 
 def test_put_aside_rows_of_an_earlier_run_are_replaced(tmp_path):

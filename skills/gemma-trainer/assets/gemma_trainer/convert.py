@@ -84,11 +84,10 @@ def convert(config) -> dict:
 
 
 def _check_apart(rows, *outputs: Path) -> None:
-    """Refuse an output that is read as one of several data files, whose rows a second run would double; and one for
-    rejected rows that is read at all."""
+    """Refuse an output that is one of the data files: what cannot be converted would be gone."""
     files = {Path(part.place).resolve() for part in rows.parts}
-    for number, output in enumerate(outputs):
-        if output.resolve() in files and (number or len(files) > 1):
+    for output in outputs:
+        if output.resolve() in files:
             raise UsageError(f"{output} is one of the data files, and would be written: write to another folder")
 
 

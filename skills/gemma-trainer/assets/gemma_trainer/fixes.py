@@ -14,7 +14,6 @@ from pathlib import Path
 from . import duplicates
 from .checks import CONTROL, check_pair, check_structure
 from .errors import DataError, Fault, MediaError, RowError, UsageError
-from .files import user_path
 from .inspection import content_key, inspect
 from .media import MediaAccess, _content, open_audio, open_image
 from .media_files import suffix_of
@@ -69,9 +68,7 @@ def fix(config) -> dict:
     if unknown := [code for code in config.drop if code not in DROPPED]:
         raise UsageError(f"--drop {unknown[0]}: choose from {', '.join(DROPPED)}")
     rejects = Rejects(writer.path, config.overwrite)
-    if [user_path(name).resolve() for name in config.data] != [writer.path.resolve()]:  # a file may take its own place
-        refuse_inputs(list(config.data), writer.path)
-    refuse_inputs(list(config.data), rejects.path)
+    refuse_inputs(list(config.data), writer.path, rejects.path)  # what is put aside stays in the data
     names, rows, count = open_data(config, evaluation=False)
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
     mender = Mender(rows, access, frozenset(config.drop))
