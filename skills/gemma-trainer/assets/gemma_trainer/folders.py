@@ -11,8 +11,9 @@ from pathlib import Path
 
 from .errors import RowError
 from .files import user_path
+from .parts import Part, named
 from .rows import FILE_COLUMN
-from .sources import SUFFIXES, Rows, _named, _Part, open_rows
+from .sources import SUFFIXES, Rows, open_rows
 
 SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -80,7 +81,7 @@ def _keys(row) -> list:
     return [] if isinstance(row, RowError) else list(row)
 
 
-class _MediaFolder(_Part):
+class _MediaFolder(Part):
     """The media files under a folder, each with its text file or else the name of the folder it is in."""
 
     def __init__(self, folder: Path, found: list[Path]):
@@ -105,7 +106,7 @@ class _MediaFolder(_Part):
             row["label"] = path.parent.name
         else:
             raise RowError(name, "no metadata file, no .txt of the same name, and no class folders", "missing_field")
-        return _named(row, name, self.folder)
+        return named(row, name, self.folder)
 
     def name_of(self, index: int) -> str:
         return self.files[index].relative_to(self.folder).as_posix()

@@ -179,12 +179,7 @@ def open_audio(
     """
     import numpy as np
 
-    try:
-        samples, source_rate, seconds = _decode_audio(value, max_seconds, folder, access)
-    except MediaError:
-        raise
-    except Exception as problem:  # decoders raise whatever they like on corrupt data
-        raise MediaError(f"audio cannot be read ({_told(problem)})") from None
+    samples, source_rate, seconds = decode_audio(value, max_seconds, folder, access)
     mono = samples.mean(axis=1) if samples.ndim == 2 and samples.size else samples.reshape(-1)
     if not np.isfinite(mono).all():
         raise MediaError("audio holds NaN or infinity", "media_nan")
@@ -199,8 +194,17 @@ def open_audio(
     return np.ascontiguousarray(mono, dtype=np.float32), seconds
 
 
+def decode_audio(value, max_seconds, folder, access):
+    """(samples [n] or [n, channels] float32, rate, seconds of the whole clip), as recorded; raises MediaError."""
+    try:
+        return _decode_audio(value, max_seconds, folder, access)
+    except MediaError:
+        raise
+    except Exception as problem:  # decoders raise whatever they like on corrupt data
+        raise MediaError(f"audio cannot be read ({_told(problem)})") from None
+
+
 def _decode_audio(value, max_seconds, folder, access):
-    """(samples [n] or [n, channels] float32, rate, seconds of the whole clip)."""
     value = _decoded(value)
     if rate := _array_rate(value):
         samples = _audio_array(value["array"])
