@@ -18,7 +18,8 @@ import numpy as np
 WIDTH, BANDS, MINIMA = 8, 16, 128
 NEAR = 0.8
 COMMON_SHARE, COMMON_ROWS = 0.2, 10  # a window in more rows than both is boilerplate, and says nothing about a row
-TABLE_BITS = 22
+TABLE_BITS = 20  # 1 MiB: what a core's cache holds
+PORTION = 2**17  # characters that are looked at together, for the same reason
 ROW = np.dtype([("row", "u8"), ("prompt", "u8"), ("text", "u8", BANDS)])
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads the windows' bytes over the hash
 
@@ -41,7 +42,7 @@ def windows(text: bytes) -> np.ndarray:
 
 
 def common_windows(prompts: Iterable[str]) -> np.ndarray:
-    """A table [2**22] bool of the windows that many prompts share, such as those of a prompt template.
+    """A table [2**20] bool of the windows that many prompts share, such as those of a prompt template.
 
     Answers are left out: where many share one, these rows are copies of each other rather than of a template.
     """
@@ -62,15 +63,26 @@ def _places(found: np.ndarray) -> np.ndarray:
 def sketches(texts: list[str], common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sketches [n, 16] uint64 of texts without their common windows, zeros where nothing is left of one; and the share
     [n] of their windows that are common."""
-    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    lengths = np.array([len(text) for text in encoded])
+    found, some, size = [], [], 0
+    for text in texts:
+        some.append(text.encode("utf-8", "surrogatepass"))
+        size += len(text)
+        if size >= PORTION:
+            found.append(_sketches(some, common))
+            some, size = [], 0
+    found.append(_sketches(some, common))
+    return tuple(np.concatenate(part) for part in zip(*found, strict=True))
+
+
+def _sketches(encoded: list[bytes], common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.array([len(text) for text in encoded], np.int64)
     found = windows(b"".join(encoded))
     kept = ~common[_places(found)]
     starts = np.cumsum(lengths) - lengths
     for back in range(1, WIDTH):  # windows that reach from one text into the next
         kept[(starts - back)[(starts >= back) & (starts - back < len(kept))]] = False
     ends = np.concatenate([[0], np.cumsum(kept)])[np.minimum(starts + lengths, len(kept))]
-    result = np.zeros((len(texts), MINIMA), np.uint8)
+    result = np.zeros((len(encoded), MINIMA), np.uint8)
     filled = np.flatnonzero(np.diff(ends, prepend=0))
     if len(filled):
         offsets = np.concatenate([[0], ends[filled]]).astype(np.uint64)

@@ -86,7 +86,7 @@ class _MediaFolder(Part):
 
     def __init__(self, folder: Path, found: list[Path]):
         super().__init__(folder)
-        self.folder = folder
+        self.folder = str(folder)
         self.files = [path for path in found if media_kind(path)]
         texts = {path.with_suffix("") for path in found if path.suffix.lower() == ".txt"}
         self.captioned = any(path.with_suffix("") in texts for path in self.files)
@@ -109,7 +109,7 @@ class _MediaFolder(Part):
         return named(row, name, self.folder)
 
     def name_of(self, index: int) -> str:
-        return self.files[index].relative_to(self.folder).as_posix()
+        return self.files[index].relative_to(self.place).as_posix()
 
 
 def _text_beside(path: Path, name: str) -> str:

@@ -19,11 +19,11 @@ def _told(problem: json.JSONDecodeError) -> str:
     return problem.msg.removesuffix(" at").removesuffix(" starting")
 
 
-def named(row, name: str, folder: Path) -> dict:
+def named(row, name: str, folder: str) -> dict:
     """A row with its name and folder under `rows.SOURCE`; raises RowError for what is no object."""
     if not isinstance(row, dict):
         raise RowError(name, f"a row must be an object, found {type(row).__name__}", "wrong_type")
-    return row | {SOURCE: (name, str(folder))}
+    return row | {SOURCE: (name, folder)}
 
 
 class Part:
@@ -32,6 +32,7 @@ class Part:
 
     def __init__(self, place: Path | str):
         self.place, self.label = place, getattr(place, "name", place)
+        self.folder = str(place.parent) if isinstance(place, Path) else ""  # where its relative paths begin
         self.stamp = self._stamp()
 
     def _stamp(self) -> tuple | None:
@@ -149,7 +150,7 @@ class _Records(Part):
 class JsonLines(_Records):
     def _parse(self, name: str, text: str) -> dict:
         try:
-            return named(json.loads(text), name, self.path.parent)
+            return named(json.loads(text), name, self.folder)
         except json.JSONDecodeError as problem:
             raise RowError(name, f"not valid JSON ({_told(problem)} at column {problem.colno})", "bad_json") from None
         except (ValueError, RecursionError):
@@ -211,7 +212,7 @@ class Csv(_Records):
         values = next(self._reader(io.StringIO(text, newline="")))
         if len(values) != len(self.header):
             raise RowError(name, f"{len(values)} values under {len(self.header)} column names", "bad_csv")
-        return named({k: v for k, v in zip(self.header, values, strict=True) if v != ""}, name, self.path.parent)
+        return named({k: v for k, v in zip(self.header, values, strict=True) if v != ""}, name, self.folder)
 
 
 class JsonList(Part):
@@ -238,7 +239,7 @@ class JsonList(Part):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
-        return named(self.rows[index], self.name_of(index), self.path.parent)
+        return named(self.rows[index], self.name_of(index), self.folder)
 
     def name_of(self, index: int) -> str:
         return f"{self.label}[{index}]"
@@ -249,7 +250,7 @@ class Table(Part):
 
     def __init__(self, table, place: Path | str, folder: Path):
         super().__init__(place)
-        self.table, self.folder = table.with_format("arrow"), folder
+        self.table, self.folder = table.with_format("arrow"), str(folder)
 
     def __len__(self) -> int:
         return len(self.table)

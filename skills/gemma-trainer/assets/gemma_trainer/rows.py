@@ -36,6 +36,7 @@ BLOCK_TYPES = {"text": "text", "image": "image", "image_url": "image", "audio": 
                "audio_url": "audio", "input_image": "image", "input_text": "text", "output_text": "text"}  # fmt: skip
 FILE_COLUMN = re.compile(r"(?:^|_)file_names?$", re.IGNORECASE)  # names a media file, in the layout of `datasets`
 COLUMN = re.compile(r"[\w.-]{1,40}(?: [\w.-]{1,20})?")  # what may be told as a column's name
+SAID = {"role", "content", "from", "value"}  # the keys of a message that is nothing but said
 THOUGHT = re.compile(r"\s*<\|channel>thought\n?(.*?)\n?<channel\|>", re.DOTALL)
 
 
@@ -109,10 +110,14 @@ def _folder(folder: str | None) -> Path | None:
 
 
 def _check_unicode(row: Row) -> None:
-    plain = [m["content"] for m in row.messages if isinstance(m["content"], str)]
-    others = [m for m in row.messages if len(m) > 2 or not isinstance(m["content"], str)]
+    plain, others = [], [row.tools, row.text]
+    for message in row.messages:
+        if len(message) == 2 and isinstance(message["content"], str):
+            plain.append(message["content"])
+        else:
+            others.append(message)
     try:
-        "".join(plain + strings_in((others, row.tools, row.text))).encode()
+        "".join(plain + strings_in(others)).encode()
     except UnicodeEncodeError:
         raise Fault("bad_encoding", "text with half a surrogate pair, which is no character") from None
 
@@ -243,7 +248,7 @@ def _string(value, what: str) -> str:
 
 def _message(raw) -> dict:
     """One message in canonical form; media blocks keep their value under "value" until `_place_media` takes it."""
-    if not isinstance(raw, Mapping):
+    if not isinstance(raw, dict):  # which `without_none` makes of any mapping
         raise Fault("wrong_type", f"a message must be an object, found {type(raw).__name__}")
     spelled = str(raw.get("role", raw.get("from", "")))
     if spelled == "function_call":  # sharegpt: a call written as JSON text
@@ -263,16 +268,18 @@ def _message(raw) -> dict:
 
 
 def _read_assistant(message: dict, raw: Mapping) -> None:
-    if calls := raw.get("tool_calls") or raw.get("function_call"):  # the latter in OpenAI's older files
-        message["tool_calls"] = _tool_calls(calls)
-    names = ("reasoning", "reasoning_content", "thinking")
-    reasoning = _string(next((raw[name] for name in names if raw.get(name)), ""), "reasoning")
+    reasoning = ""
+    if not raw.keys() <= SAID:
+        if calls := raw.get("tool_calls") or raw.get("function_call"):  # the latter in OpenAI's older files
+            message["tool_calls"] = _tool_calls(calls)
+        names = ("reasoning", "reasoning_content", "thinking")
+        reasoning = _string(next((raw[name] for name in names if raw.get(name)), ""), "reasoning")
+        message |= _train_flag(raw)
     thought, message["content"] = _split_thought(message["content"])
     if thought and thought != reasoning.strip():
         reasoning = f"{reasoning}\n{thought}" if reasoning else thought
     if reasoning:
         message["reasoning"] = reasoning
-    message |= _train_flag(raw)
 
 
 def _train_flag(raw: Mapping) -> dict:

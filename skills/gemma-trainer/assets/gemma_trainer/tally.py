@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # a model's tokens need torch, which takes seconds to import
 
 LABEL_LENGTH, MAX_LABELS = 40, 2_000  # an answer of so many characters may be a label; distinct ones that are counted
 MOSTLY = 0.9  # share of a row's text that many rows have, above which it can hardly be told from them
+MEASURED = 256  # rows that are tokenized at a time
 MAX_KNOWN_MEDIA = 50_000  # files whose facts are kept, in case another row names them
 
 
@@ -107,24 +108,34 @@ class Checker:
 
     def __call__(self, start: int, stop: int) -> Tally:
         tally = Tally(Findings(self.keep_all), rows=stop - start)
-        tally.records, texts = np.zeros(stop - start, duplicates.ROW), []
+        keys, texts = [], []
         waiting: list[tuple[_Seen, Row]] = []  # rows, and sides of pairs, that are to be measured
         for position, raw in enumerate(self.rows.read(start, stop), start):
             seen = self._read(position, raw, tally)
             texts.append(seen.telling if seen else "")
-            if seen:
-                self._media(seen, tally)
-                keys = [known and known.key for known in seen.facts]
-                tally.records[position - start] = identify(seen.entry, keys)
-                self._describe(seen, raw, tally)
-                waiting += self._judge(seen, tally)
-        # With media, rows are near only where these are the same: their hash is mixed into the sketch.
+            if not seen:
+                keys.append((0, 0, 0))
+                continue
+            self._media(seen, tally)
+            keys.append(identify(seen.entry, [known and known.key for known in seen.facts]))
+            self._describe(seen, raw, tally)
+            waiting += self._judge(seen, tally)
+            if len(waiting) >= MEASURED:
+                self._measure(waiting, tally)
+                waiting = []
+        self._measure(waiting, tally)
+        self._compare(keys, texts, start, tally)
+        return tally
+
+    def _compare(self, keys: list[tuple[int, int, int]], texts: list[str], start: int, tally: Tally) -> None:
+        """Write down what the rows are compared by."""
         sketches, shared = duplicates.sketches(texts, self.common)
         for at in np.flatnonzero(shared > MOSTLY).tolist():
             tally.findings.add("mostly_shared", start + at, self.rows.name(start + at), f"{shared[at]:.0%} of its text")
-        tally.records["text"] = np.where(sketches != 0, sketches ^ tally.records["text"], 0)
-        self._measure(waiting, tally)
-        return tally
+        tally.records = np.zeros(len(keys), duplicates.ROW)
+        tally.records["row"], tally.records["prompt"], media = np.array(keys, np.uint64).T
+        # With media, rows are near only where these are the same: their hash is mixed into the sketch.
+        tally.records["text"] = np.where(sketches != 0, sketches ^ media[:, None], 0)
 
     # -- one row
 
@@ -183,8 +194,7 @@ class Checker:
         tally.count("formats", format_of(raw))
         tally.count("modalities", "+".join(["text", *kinds]))
         tally.count("turns", str(len(row.messages) or 1))
-        for message in row.messages:
-            tally.count("roles", message["role"])
+        tally.counts["roles"].update([message["role"] for message in row.messages])
         if self.sampled is None or seen.position in self.sampled:
             tally.count("scripts", _script(seen.telling))
             tally.image_sizes += [known.size for known in seen.facts if known and known.size]

@@ -21,6 +21,7 @@ from .rows import Row
 from .slots import Media, blocks_of
 
 MAX_SHAPES = 10_000
+TELLING = {"tool_calls", "reasoning"}  # parts of a message whose rendering cannot be told from another row's
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class TokenChecker:
         """The shape of a row; None for one that has to be rendered itself: with tools, calls, or reasoning."""
         if row.text is not None:
             return Shape(cost=2)
-        if row.tools or any("tool_calls" in m or "reasoning" in m or m["role"] == "tool" for m in row.messages):
+        if row.tools or any(m["role"] == "tool" or (len(m) > 2 and TELLING & m.keys()) for m in row.messages):
             return None
         key = tuple((m["role"], m.get("train"), _outline(m["content"])) for m in row.messages)
         if key not in self._shapes:
