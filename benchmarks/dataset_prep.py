@@ -137,8 +137,9 @@ def ours(path: Path, collator, **flags) -> float:
 
 def compare(folder: Path) -> list[dict]:
     rng, processor = random.Random(0), make_processor()
-    processor.tokenizer.chat_template = processor.chat_template
     collator = MultimodalCollator(processor, 2048)
+    # A copy of its own for the loop: ours lets the one that it uses be rendered faster, for all in the process.
+    processor.chat_template = processor.tokenizer.chat_template = processor.chat_template + "{# #}"
     text = write_rows(folder / "text.jsonl", (chat(rng) for _ in range(options.rows)))
     image = write_rows(folder / "image.jsonl", image_rows(folder, options.media_rows, rng))
     audio = write_rows(folder / "audio.jsonl", audio_rows(folder, options.media_rows, rng))

@@ -19,6 +19,7 @@
 #     "tqdm>=4.66",
 #     "transformers>=5.17,<6",
 #     "trl>=1.14.2,!=1.15.*,<2",
+#     "xxhash>=3.5",
 # ]
 # ///
 """Check, convert, split and mend the data that a Gemma is to be trained on. Without a command: check the samples."""

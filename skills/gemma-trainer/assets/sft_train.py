@@ -19,6 +19,7 @@
 #     "tqdm>=4.66",
 #     "transformers>=5.17,<6",
 #     "trl>=1.14.2,!=1.15.*,<2",
+#     "xxhash>=3.5",
 # ]
 # ///
 """Fine-tune a Gemma on conversations with text, images and audio (supervised fine-tuning)."""

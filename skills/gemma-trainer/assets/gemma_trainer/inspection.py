@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from .errors import MediaError
 from .files import silent_stderr
@@ -147,12 +148,11 @@ def content_key(value, folder: Path | None, access: MediaAccess) -> int:
         content = _content(value, folder, access)
     if isinstance(content, Path):
         with content.open("rb") as file:
-            return int.from_bytes(hashlib.file_digest(file, _hasher).digest(), "little")
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def _hasher():
-    return hashlib.blake2b(digest_size=8)
+            hasher = xxhash.xxh3_64()
+            while piece := file.read(2**20):
+                hasher.update(piece)
+            return hasher.intdigest()
+    return xxhash.xxh3_64_intdigest(content)
 
 
 def _other_kind(medium: Media, folder, access) -> str | None:

@@ -15,6 +15,7 @@ from .errors import RowError
 from .families import MEDIA_TOKENS, Family, tokenizer_of
 from .rows import Row, strings_in
 from .slots import blocks_of, is_blank
+from .words import Words
 
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters that mean nothing; nearly no text has them
 # What a chat template is asked about, to learn what it does.
@@ -73,8 +74,8 @@ class Renderer:
         self.slots = {token: kind for token, kind in slots.items() if token}
         self.slot = re.compile("|".join(map(re.escape, self.slots)) or r"(?!)")
         self.control_ids = {token: self.tokenizer.convert_tokens_to_ids(token) for token in control}
-        longest_first = sorted(control, key=len, reverse=True)
-        self.control = re.compile("|".join(map(re.escape, longest_first)))
+        self.words = Words(self.tokenizer, self.control_ids)
+        self.control = self.words.control
         self.first_letters = sorted({token[0] for token in control})
         self.joined_roles = frozenset(role for role in _BEFORE if self.template and self._garbles_blocks(role))
         self.shows_tools = bool(self.template) and self._shows_tools()
@@ -187,18 +188,12 @@ class Renderer:
 
     def encode(self, rendered: list[Rendered]) -> list[list[int]]:
         """Token ids of each rendering, one BOS first. A run of media soft tokens is still one token."""
-        plain = [r for r in rendered if r.restore is None]
-        texts = [r.text for r in plain]
-        ids = iter(self._encode_batch(texts) if texts else ())
-        return [self._one_bos(next(ids) if r.restore is None else self._encode_hidden(r)) for r in rendered]
-
-    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of texts whose control tokens are meant, without the offsets that nobody asks for."""
         backend = self.tokenizer.backend_tokenizer
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = False
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        backend.encode_special_tokens = False  # first those texts whose control tokens are meant
+        plain = iter([self.words.encode(r.text) for r in rendered if r.restore is None])
+        return [self._one_bos(next(plain) if r.restore is None else self._encode_hidden(r)) for r in rendered]
 
     def _encode_hidden(self, rendered: Rendered) -> list[int]:
         """Encode text whose only control tokens are the template's own; all other pieces are ordinary characters."""

@@ -18,7 +18,7 @@ from .media import MediaAccess
 from .scan import scan
 from .tally import Checker, Tally, prompt_of_entry
 
-SAMPLED, COMMON_SAMPLE = 1_000, 500  # rows that are measured for the figures; rows that boilerplate is looked for in
+SAMPLED, COMMON_SAMPLE = 1_000, 300  # rows that are measured for the figures; rows that boilerplate is looked for in
 
 
 @dataclasses.dataclass

@@ -402,5 +402,8 @@ def _trains(row: Row, loss_on: str) -> bool:
 
 def _script(text: str) -> str:
     """The script that most letters of a text's beginning are of, such as Latin; "none" for a text without letters."""
-    letters = Counter(unicodedata.name(c, "other").split()[0] for c in text[:60] if c.isalpha())
+    start = text[:60]
+    if start.isascii():
+        return "Latin" if any(map(str.isalpha, start)) else "none"
+    letters = Counter(unicodedata.name(c, "other").split()[0] for c in start if c.isalpha())
     return letters.most_common(1)[0][0].capitalize() if letters else "none"
