@@ -73,9 +73,9 @@ def test_help_tells_flags_defaults_examples_and_exit_codes():
 
 def test_modules_import_only_from_below():
     ladder = """errors files families text_rows slots rows preferences media media_headers media_files words rendering
-    labels stats batch features gaps collator batching precision losses models parts sources generation demo writing
-    targets folders columns scan convert callbacks trainers page report dataset_report findings duplicates inspection
-    checks tokens tally examples runs cli data recipe survey verdict fixes splits""".split()
+    labels stats batch features gaps items pairs collator batching precision losses models reward_model parts sources
+    generation demo writing targets folders columns scan convert callbacks trainers page report dataset_report findings
+    duplicates inspection checks tokens tally examples runs cli data recipe survey verdict fixes splits""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)
     for name in ladder:

@@ -39,12 +39,12 @@ EXAMPLES = """\
 
 
 @dataclass(frozen=True)
-class Config(cli.CollatorFlags, cli.TrainingFlags):
+class Config(cli.CollatorFlags, cli.PolicyFlags):
     pass
 
 
 def main(config: Config) -> dict:
-    from gemma_trainer import data, recipe
+    from gemma_trainer import data, outcome, recipe
 
     config = recipe.with_defaults(config)
     run = recipe.open_run(config, "sft_train")
@@ -54,11 +54,11 @@ def main(config: Config) -> dict:
     collators = recipe.make_collators(config, processor, model_config)
     data.check_data(config, rows, collators[0])
     if config.dry_run:
-        return recipe.plan(config, run, rows, model_config, collators[0])
+        return outcome.plan(config, run, rows, model_config, collators[0])
     model = recipe.load_model(config, run, model_config, processor)
     trainer = recipe.make_sft_trainer(config, run, model, processor, rows, collators)
     recipe.train(config, run, trainer, rows)
-    return recipe.report(config, run, trainer, collators[1], rows)
+    return outcome.report(config, run, trainer, collators[1], rows)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,32 @@ class StopOnDivergence(transformers.TrainerCallback):
                 )
 
 
+class WarnOfCollapse(transformers.TrainerCallback):
+    """Tells once where the chosen answers themselves become far less likely than they were, as preferences alone allow:
+    only the difference to the rejected ones counts (Pal et al., Smaug, arXiv 2402.13228).
+
+    Args:
+        beta: of the run; a reward is beta times the change of the log-probability.
+    """
+
+    NATS, SHARE = 10.0, 0.5  # lost by an answer on average, and what share of its log-probability that is
+
+    def __init__(self, beta: float):
+        self.beta, self.told = beta, False
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        reward, now = (logs or {}).get("rewards/chosen"), (logs or {}).get("logps/chosen")
+        if self.told or reward is None or now is None:
+            return
+        change = reward / self.beta
+        if change < -max(self.NATS, self.SHARE * abs(now - change)):
+            self.told = True
+            tell(
+                f"step {state.global_step}: the chosen answers have lost {-change:.0f} nats, from {now - change:.0f} "
+                f"to {now:.0f}: the model unlearns them too. Lower --lr, raise --beta, or add --loss-type sigmoid sft"
+            )
+
+
 class StopOnSignal(transformers.TrainerCallback):
     """Turns the first Ctrl-C or SIGTERM into a checkpoint and an orderly stop; a second one stops at once.
 

@@ -6,7 +6,9 @@ Each check returns (code, detail) of what it found, as `findings.KINDS` names it
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
@@ -206,3 +208,28 @@ def _said(messages: list[dict]) -> list:
 def answer_length(pair: Preference, side: Row) -> int:
     """Characters of an answer."""
     return sum(len(text) for message in side.messages[pair.shared :] for text in texts_of(message))
+
+
+def count_lengths(pair: Preference, counts: Counter) -> None:
+    """Count a pair for `length_bias`."""
+    chosen, rejected = (answer_length(pair, side) for side in (pair.chosen, pair.rejected))
+    longer = "chosen_longer" if chosen > rejected else "rejected_longer" if chosen < rejected else "equal"
+    counts.update({"pairs": 1, longer: 1})
+    counts["log_ratio"] += math.log((chosen + 1) / (rejected + 1))
+
+
+def length_bias(counts: Counter) -> str:
+    """A figure where chosen answers are longer, or shorter, in far more than half of the pairs (beyond 3 sigma)."""
+    longer, shorter = counts["chosen_longer"], counts["rejected_longer"]
+    unequal = longer + shorter
+    if unequal < 20:
+        return ""
+    share = longer / unequal
+    if abs(share - 0.5) < max(0.15, 1.5 / unequal**0.5):
+        return ""
+    ratio, side = math.exp(counts["log_ratio"] / counts["pairs"]), "chosen"
+    if share < 0.5:
+        share, ratio, side = 1 - share, 1 / ratio, "rejected"
+    return (
+        f"{side} is longer in {share:.0%} of {unequal:,} pairs that differ in it, {ratio:.2f} times as long on average"
+    )

@@ -87,6 +87,22 @@ class TrainingFlags:
         """Whether the built-in demo's data are used, since none were given."""
         return not self.dataset
 
+    task = "sft"  # "sft", "dpo" or "reward": what the rows are, and what is made of them
+
+    @property
+    def paired(self) -> bool:
+        """Whether a row is a pair of answers."""
+        return self.task != "sft"
+
+
+@dataclass(frozen=True)
+class PolicyFlags(TrainingFlags):
+    """The flags of scripts that train a model that speaks."""
+
+    adapter: str | None = flag(
+        help="run folder or hub id of an adapter to go on from; its base model is taken where --model is not given"
+    )
+
 
 @dataclass(frozen=True)
 class CollatorFlags:
@@ -201,6 +217,8 @@ def _check_ranges(values: dict) -> None:
     for name in positive.split():
         if values.get(name) is not None and not 0 < values[name] < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {values[name]}")
+    if values.get("beta") is not None and not 0 < values["beta"] < math.inf:
+        raise UsageError(f"--beta must be more than 0, got {values['beta']}")
     for name in ("test_size", "lora_dropout", "max_bad_media"):
         if values.get(name) is not None and not 0 <= values[name] <= (1 if name == "max_bad_media" else 0.99):
             raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, got {values[name]}")

@@ -1,4 +1,4 @@
-"""Rows to a batch: the one collator behind supervised fine-tuning, and every check of a data set.
+"""Rows to a batch: the one collator behind supervised fine-tuning, preferences, and every check of a data set.
 
 It reads each row, scans the batch for images and audio, renders the chat template, decides the labels, opens the media,
 expands their slots, cuts what is too long, pads, and fills the gaps with zero placeholders, in that order.
@@ -7,13 +7,13 @@ expands their slots, cuts what is too long, pads, and fills the gaps with zero p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,16 +23,19 @@ from .batch import Batch
 from .errors import MediaError, RowError
 from .features import clip_features, clip_tokens, image_features, image_tokens, media_text
 from .gaps import place_clips, place_images
+from .items import Item, Shown, Slot
 from .labels import IGNORE, Labelled, Labeller
 from .media import MediaAccess, open_audio, open_image
 from .media_headers import audio_seconds, image_size
+from .pairs import pair_items, shorten
+from .preferences import read_preference
 from .rendering import Rendered, Renderer
 from .rows import Row, read_row
 from .slots import Media, media_in
 from .stats import Stats
 
 CHOICES = {
-    "task": ("sft",),
+    "task": ("sft", "preference"),
     "loss_on": ("all-turns", "last-turn"),
     "thinking": ("auto", "on", "off"),
     "on_bad_media": ("placeholder", "skip", "error"),
@@ -40,43 +43,6 @@ CHOICES = {
     "truncation": ("cut", "error"),
     "placeholders": ("rows", "needed", "always"),
 }
-
-
-@dataclass
-class _Slot:
-    """One image or clip of a row, on its way to the batch."""
-
-    kind: str
-    medium: Any = None  # PIL image or float32 samples; None when it was bad
-    tokens: int | None = None  # its soft tokens; None when it was bad
-    line: int = -1  # where it stands in the tensors
-    run: tuple[int, int] = (0, 0)  # where its tokens stand in the row
-    kept: bool = True
-
-
-@dataclass
-class _Item:
-    """A row on its way to the batch. `tokens` [3, T] holds its ids, labels and token type ids."""
-
-    row: Row
-    slots: list[_Slot] = field(default_factory=list)
-    rendered: Rendered | None = None
-    tokens: np.ndarray | None = None
-
-    @property
-    def bad(self) -> bool:
-        """Whether a medium could neither be opened nor measured."""
-        return any(slot.medium is None and slot.tokens is None for slot in self.slots)
-
-    def cut(self, max_length: int) -> int:
-        """Where a cut at `max_length` falls: a medium that it would meet goes whole."""
-        met = (start for start, end in (slot.run for slot in self.slots) if start < max_length < end)
-        return min([max_length, self.tokens.shape[1], *met])
-
-    def lines(self, kind: str) -> list[int | None]:
-        """Where the row's media of a kind stand in the tensors; None for those that could not be read."""
-        slots = [slot for slot in self.slots if slot.kind == kind and slot.kept]
-        return [None if slot.medium is None else slot.line for slot in slots]
 
 
 @dataclass(frozen=True)
@@ -98,13 +64,14 @@ class MultimodalCollator:
     Args:
         processor: a Gemma processor, or the bare tokenizer of a text-only Gemma.
         max_length: most tokens in a row, media tokens included; None for no limit.
-        task: "sft".
+        task: "sft"; "preference" takes pairs (see `preferences.read_preference`).
         loss_on: "all-turns" trains every model turn, "last-turn" the last one only.
         train_reasoning: train the reasoning that the template renders.
         thinking: "auto" sets the template's thinking switch for rows whose reasoning is rendered; "on", "off".
-        on_bad_media: "placeholder" keeps the row as untrained context, "skip" drops it, "error" stops.
+        on_bad_media: "placeholder" keeps the row as untrained context, "skip" drops it, "error" stops; a pair, which
+            is of no use as context, is dropped either way.
         long_audio: clips longer than the model hears are "cut", or "refuse"d as bad media.
-        truncation: rows longer than max_length are "cut" at the end, or an "error".
+        truncation: rows longer than max_length are "cut" at the end (pairs as `pairs.shorten` does), or an "error".
         placeholders: zero media in the gaps, "rows", "needed" or "always" (see `gaps.place_clips`).
         pad_to_multiple_of: round the batch's length up.
         modalities: what the model takes, a subset of {"image", "audio"}; the processor's by default.
@@ -118,6 +85,10 @@ class MultimodalCollator:
     Calling it returns a `Batch`: `input_ids`, `attention_mask`, `labels` [B, T] int64; the family's token type ids
     [B, T]; with images `pixel_values` and what else the image processor makes; with audio `input_features`
     [clips, frames, F] and `input_features_mask` [clips, frames]. Rows are left as they are.
+
+    For pairs there are 2B rows, the chosen ones first, with `completion_mask` [2B, T] int64 instead of `labels`, 1
+    where an answer's tokens are; and `margin` [B] float32 where a row has one, 0 for those that have none. A pair with
+    nothing trained on a side is left out; of a batch without any, two untrained rows are left.
 
     Raises:
         RowError: a row asks for what the model has no tower for; a bad medium with on_bad_media="error"; a row that is
@@ -156,7 +127,7 @@ class MultimodalCollator:
         self.type_ids_key = self.family.type_ids_key if self.tokenizer is not processor else None
         soft = {kind: getattr(self.tokenizer, f"{kind}_token_id", None) for kind in self.family.slots}
         self.soft_tokens: dict[str, int] = {kind: token for kind, token in soft.items() if token is not None}
-        self.max_length, self.pad_to_multiple_of = max_length, pad_to_multiple_of
+        self.task, self.max_length, self.pad_to_multiple_of = task, max_length, pad_to_multiple_of
         self.on_bad_media, self.long_audio = on_bad_media, long_audio
         self.truncation, self.placeholders = truncation, placeholders
         self.modalities = frozenset(families.modalities(processor) if modalities is None else modalities)
@@ -169,17 +140,17 @@ class MultimodalCollator:
         if torch.utils.data.get_worker_info() is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads did not survive the fork
         counts, problems = Counter(), []
-        items = self._read(rows, counts, problems)
-        items = self._open_media(items, counts, problems)
-        tensors = self._media_tensors(items)
-        items = self._tokenize(items, counts, problems)
-        for item in items:
-            self._truncate(item, counts)
-        left_out = not items
-        items = items or [self._empty_item()]
-        batch = Batch(self._assemble(items, tensors, counts), counts, problems)
-        if not left_out:
-            self._count(items, batch)
+        groups = self._read(rows, counts, problems)  # of one item each, or of both sides of a pair
+        groups = self._open_media(groups, counts, problems)
+        tensors = self._media_tensors(groups)
+        groups = self._tokenize(groups, counts, problems)
+        groups = [group for group in groups if self._fits(group, counts)]
+        sides = zip(*groups, strict=True) if groups else [[self._empty_item()]] * (2 if self.paired else 1)
+        batch = Batch(self._assemble([item for side in sides for item in side], tensors, counts), counts, problems)
+        if self.paired:
+            self._add_margins(groups, batch)
+        if groups:
+            self._count(len(groups), batch)
         if torch.utils.data.get_worker_info() is None:
             self.stats.add(batch.counts)
         else:
@@ -192,17 +163,18 @@ class MultimodalCollator:
         A row that cannot be read counts as one token, a medium that cannot be read as none; a generation prompt's tail
         is left out, and a medium that the cut meets counts up to the cut.
         """
-        read: list[tuple[Rendered, list[_Slot]] | None] = []
+        shown: list[Rendered] = []
+        media: list[list[int]] = []  # for each row, the soft tokens beyond the first of the media of its sides
         for position, raw in enumerate(rows):
-            try:
-                row = read_row(raw, f"row {position}")
-                slots = [_Slot(m.kind, tokens=self._tokens_from_header(row, m)) for m in row.media]
-                read.append((self.renderer.fill(self._render(row, slots), self._media_texts(slots)), slots))
-            except RowError:
-                read.append(None)
-        encoded = iter(self.renderer.encode([found[0] for found in read if found]))
-        media = [sum(slot.tokens - 1 for slot in found[1] if slot.tokens is not None) if found else 0 for found in read]
-        lengths = [len(next(encoded)) + more if found else 1 for found, more in zip(read, media, strict=True)]
+            media.append([])
+            with contextlib.suppress(RowError):
+                for item in self._items(raw, f"row {position}"):
+                    tokens = [self._tokens_from_header(item.row, medium) for medium in item.row.media]
+                    item.slots = [Slot(Shown(m.kind, tokens=n)) for m, n in zip(item.row.media, tokens, strict=True)]
+                    shown.append(self.renderer.fill(self._render(item.row, item.slots), self._media_texts(item.slots)))
+                    media[-1].append(sum(count - 1 for count in tokens if count is not None))
+        encoded = iter(self.renderer.encode(shown))
+        lengths = [max([len(next(encoded)) + more for more in sides], default=1) for sides in media]
         return [length if self.max_length is None else min(length, self.max_length) for length in lengths]
 
     def measure(self, rows: list[Row], tokens: list | None = None) -> list[Measured | RowError]:
@@ -218,13 +190,13 @@ class MultimodalCollator:
         items = []
         for row, known in zip(rows, tokens or [None] * len(rows), strict=True):
             known = known or [self._tokens_from_header(row, medium) for medium in row.media]
-            items.append(_Item(row, [_Slot(m.kind, tokens=n) for m, n in zip(row.media, known, strict=True)]))
+            items.append(Item(row, [Slot(Shown(m.kind, tokens=n)) for m, n in zip(row.media, known, strict=True)]))
         measured: list[Measured | RowError] = []
         for item, labelled in zip(items, self._labelled(items), strict=True):
             if isinstance(labelled, RowError):
                 measured.append(labelled)
                 continue
-            kept = item.tokens.shape[1] if self.max_length is None else item.cut(self.max_length)
+            kept = item.tokens.shape[1] if self.max_length is None else item.cut_at(self.max_length)
             gone = sum(slot.run[1] > kept for slot in item.slots)
             found = labelled.reasoning_dropped, labelled.inexact_turns
             measured.append(Measured(item.rendered, item.tokens, kept, gone, *found))
@@ -246,16 +218,26 @@ class MultimodalCollator:
 
     # -- rows and media
 
-    def _read(self, rows, counts, problems) -> list[_Item]:
-        items = []
+    @property
+    def paired(self) -> bool:
+        return self.task == "preference"
+
+    def _items(self, raw, name: str) -> tuple[Item, ...]:
+        """What a row is read as: one item, or both sides of a pair."""
+        if self.paired:
+            return pair_items(read_preference(raw, name))
+        row = read_row(raw, name)
+        return (Item(row, [Slot(Shown(medium.kind)) for medium in row.media]),)
+
+    def _read(self, rows, counts, problems) -> list[tuple[Item, ...]]:
+        groups = []
         for position, raw in enumerate(rows):
             with _leaving_out_bad_rows(counts, problems):
-                row = read_row(raw, f"row {position}")
-                items.append(_Item(row, [_Slot(medium.kind) for medium in row.media]))
-        for item in items:
+                groups.append(self._items(raw, f"row {position}"))
+        for item in itertools.chain(*groups):
             for medium in item.row.media:
                 self.check_modality(medium.kind, item.row.name)
-        return items
+        return groups
 
     def check_modality(self, kind: str, row: str) -> None:
         """Raise RowError where a row brings a kind of medium that the model has no tower for."""
@@ -264,22 +246,22 @@ class MultimodalCollator:
             told = f"{kind} in the row, but this {self.family.name} model takes {takes} only"
             raise RowError(row, told, "media_unsupported")
 
-    def _open_media(self, items, counts, problems) -> list[_Item]:
+    def _open_media(self, groups, counts, problems) -> list[tuple[Item, ...]]:
         kept = []
-        for item in items:
-            for slot, medium in zip(item.slots, item.row.media, strict=True):
-                counts["images" if slot.kind == "image" else "clips"] += 1
+        for group in groups:
+            for row, shown, medium in _media_of(group):
+                counts["images" if shown.kind == "image" else "clips"] += 1
                 try:
-                    slot.medium = self._open(item.row, medium, counts, problems)
+                    shown.content = self._open(row, medium, counts, problems)
                 except MediaError as problem:
                     if self.on_bad_media == "error":
-                        raise RowError(item.row.name, str(problem), problem.code) from None
+                        raise RowError(row.name, str(problem), problem.code) from None
                     counts["bad_media"] += 1
-                    problems.append((item.row.name, str(problem)))
-            if item.bad and self.on_bad_media == "skip":
+                    problems.append((row.name, str(problem)))
+            if any(item.bad for item in group) and (self.paired or self.on_bad_media == "skip"):
                 counts["skipped_rows"] += 1
             else:
-                kept.append(item)
+                kept.append(group)
         return kept
 
     def _open(self, row, medium, counts, problems):
@@ -294,37 +276,46 @@ class MultimodalCollator:
             problems.append((row.name, f"audio of {seconds:.1f} s was cut to the {limit:.0f} s the model hears"))
         return samples
 
-    def _media_tensors(self, items) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors of each kind of medium that the batch has; counts the soft tokens of each slot."""
+    def _media_tensors(self, groups) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of each kind of medium that the batch has; counts the soft tokens of each medium."""
         tensors = {}
         for kind, make in (("image", image_features), ("audio", clip_features)):
-            slots = [s for item in items for s in item.slots if s.kind == kind and s.medium is not None]
-            if slots:
-                tensors[kind], tokens = make(self.processor, self.family, [slot.medium for slot in slots])
-                for line, (slot, count) in enumerate(zip(slots, tokens, strict=True)):
-                    slot.tokens, slot.line = count, line
+            all_shown = (shown for group in groups for _, shown, _ in _media_of(group))
+            media = [shown for shown in all_shown if shown.kind == kind and shown.content is not None]
+            if media:
+                tensors[kind], tokens = make(self.processor, self.family, [shown.content for shown in media])
+                for line, (shown, count) in enumerate(zip(media, tokens, strict=True)):
+                    shown.tokens, shown.line = count, line
         return tensors
 
     # -- tokens and labels
 
-    def _tokenize(self, items, counts, problems) -> list[_Item]:
+    def _tokenize(self, groups, counts, problems) -> list[tuple[Item, ...]]:
         """Render, tokenize and label the rows, and leave out those that the chat template refuses."""
-        kept = []
-        for item, labelled in zip(items, self._labelled(items), strict=True):
+        kept, results = [], self._labelled(list(itertools.chain(*groups)))
+        for group in groups:
+            found = [next(results) for _ in group]
             with _leaving_out_bad_rows(counts, problems):
-                if isinstance(labelled, RowError):
-                    raise labelled
-                counts["reasoning_dropped"] += labelled.reasoning_dropped
-                counts["inexact_turns"] += labelled.inexact_turns
-                kept.append(item)
+                if refused := [labelled for labelled in found if isinstance(labelled, RowError)]:
+                    raise refused[0]
+                counts["reasoning_dropped"] += sum(labelled.reasoning_dropped for labelled in found)
+                counts["inexact_turns"] += sum(labelled.inexact_turns for labelled in found)
+                kept.append(group)
         return kept
 
-    def _labelled(self, items: list[_Item]) -> Iterator[Labelled | RowError]:
-        """The labels of each item, whose `tokens` are set; an error in the place of a row that the template refuses."""
+    def _labelled(self, items: list[Item]) -> Iterator[Labelled | RowError]:
+        """The labels of each item, whose `tokens` are set; an error in the place of a row that the template refuses.
+
+        Of pairs both sides come one after the other: where one is shown with thinking on, both are.
+        """
         errors = {}
         for position, item in enumerate(items):
+            other = items[position - 1] if self.paired and position % 2 else None
             try:
                 item.rendered = self._render(item.row, item.slots)
+                if other and other.rendered and other.rendered.thinking != item.rendered.thinking:
+                    for side in (other, item):
+                        side.rendered = self._render(side.row, side.slots, thinking=True)
             except RowError as problem:
                 errors[position] = problem
         shown = [item for item in items if item.rendered is not None]
@@ -341,14 +332,14 @@ class MultimodalCollator:
             except RowError as problem:
                 yield problem
 
-    def _render(self, row: Row, slots: list[_Slot]) -> Rendered:
+    def _render(self, row: Row, slots: list[Slot], thinking: bool = False) -> Rendered:
         """Render a row whose media stand in the template's text in the order of the row."""
         holders = {message["role"] for message in row.messages if media_in(message)} if slots else set()
         if {"assistant", "tool"} <= holders:
             told = "media both in an answer and in a tool result, whose order templates may change"
             raise RowError(row.name, told, "template_refuses")
-        rendered = self.renderer.render(row)
-        if (found := self.renderer.slots_in(rendered)) != [slot.kind for slot in slots]:
+        rendered = self.renderer.render(row, thinking=thinking)
+        if (found := self.renderer.slots_in(rendered)) != [slot.medium.kind for slot in slots]:
             raise RowError(
                 row.name,
                 f"the chat template shows {len(found)} of the row's {len(slots)} images and clips "
@@ -357,20 +348,21 @@ class MultimodalCollator:
             )
         return rendered
 
-    def _media_texts(self, slots: list[_Slot]) -> list[str]:
-        return ["" if slot.tokens is None else media_text(self.processor, self.family, slot.kind) for slot in slots]
+    def _media_texts(self, slots: list[Slot]) -> list[str]:
+        media = [slot.medium for slot in slots]
+        return ["" if shown.tokens is None else media_text(self.processor, self.family, shown.kind) for shown in media]
 
-    def _expand(self, item: _Item, labelled: Labelled) -> None:
+    def _expand(self, item: Item, labelled: Labelled) -> None:
         """Repeat each run's one soft token as often as the medium has soft tokens."""
         ids = np.asarray(labelled.ids)
         if not item.slots:
             item.tokens = np.stack([ids, np.where(labelled.trained, ids, IGNORE), np.zeros_like(ids)])
             return
-        readable = [slot for slot in item.slots if slot.tokens is not None]
+        readable = [slot for slot in item.slots if slot.medium.tokens is not None]
         times, types = np.ones_like(ids), np.zeros_like(ids)
         trained = labelled.trained & (not item.bad)
         at = np.flatnonzero(np.isin(ids, list(self.soft_tokens.values())))
-        times[at] = [slot.tokens for slot in readable]
+        times[at] = [slot.medium.tokens for slot in readable]
         for kind, token in self.soft_tokens.items():
             types[ids == token] = families.TYPE_IDS[kind]
         for beside in (-1, 0, 1):  # the begin and end token stand beside the soft one
@@ -380,24 +372,29 @@ class MultimodalCollator:
             slot.run = int(ends[position - 2]), int(ends[position + 1])
         item.tokens = np.repeat(np.stack([ids, np.where(trained, ids, IGNORE), types]), times, axis=1)
 
-    def _truncate(self, item: _Item, counts) -> None:
-        """Cut the tail at max_length; a medium that the cut meets goes whole."""
-        length = item.tokens.shape[1]
-        if self.max_length is None or length <= self.max_length:
-            return
-        if self.truncation == "error":
-            raise RowError(item.row.name, f"{length} tokens, over the limit of {self.max_length}", "over_max_len")
-        cut = item.cut(self.max_length)
-        for slot in item.slots:
-            slot.kept = slot.run[1] <= cut
-        trained = item.tokens[1] != IGNORE
-        counts["truncated"] += 1
-        counts["cut_to_nothing"] += bool(trained.any() and not trained[:cut].any())
-        item.tokens = item.tokens[:, :cut]
+    def _fits(self, group: tuple[Item, ...], counts) -> bool:
+        """Cut a row that is longer than max_length; whether it goes into the batch."""
+        length = max(item.tokens.shape[1] for item in group)
+        trained = all(item.trained.any() for item in group)
+        if self.max_length is not None and length > self.max_length:
+            if self.truncation == "error":
+                told = f"{length} tokens, over the limit of {self.max_length}"
+                raise RowError(group[0].row.name, told, "over_max_len")
+            if self.paired:
+                shorten(*group, self.max_length, self.labeller.markers)
+            else:
+                group[0].cut(self.max_length)
+            counts["truncated"] += 1
+            counts["cut_to_nothing"] += trained and not all(item.trained.any() for item in group)
+        if not self.paired:
+            return True
+        kept = all(item.trained.any() for item in group)
+        counts["untrained_rows"] += not kept
+        return kept
 
-    def _empty_item(self) -> _Item:
+    def _empty_item(self) -> Item:
         """What stands for a batch whose rows were all left out: one BOS, untrained."""
-        return _Item(Row("none"), tokens=np.array([[self.tokenizer.bos_token_id], [IGNORE], [0]]))
+        return Item(Row("none"), tokens=np.array([[self.tokenizer.bos_token_id], [IGNORE], [0]]))
 
     # -- the batch
 
@@ -415,7 +412,14 @@ class MultimodalCollator:
             # The soft tokens of zero images stand in the padding, where no token attends to them.
             padded[1, line, length : length + count] = self.soft_tokens["image"] if count else 0
         keys = ["attention_mask", "input_ids", "labels", *([self.type_ids_key] if self.type_ids_key else [])]
+        if self.paired:
+            keys[2], padded[2] = "completion_mask", padded[2] != IGNORE
         return {key: torch.from_numpy(padded[i].copy()) for i, key in enumerate(keys)} | media
+
+    def _add_margins(self, groups, batch: Batch) -> None:
+        margins = [chosen.row.margin for chosen, _ in groups]
+        if any(margin is not None for margin in margins):
+            batch["margin"] = torch.tensor([margin or 0.0 for margin in margins], dtype=torch.float32)
 
     def _place_media(self, items, tensors, counts) -> tuple[dict, list[int]]:
         """The media tensors in batch order with their placeholders, and how many soft tokens of zero images stand
@@ -437,16 +441,26 @@ class MultimodalCollator:
             counts["placeholders"] += zeros
         return media, behind
 
-    def _count(self, items, batch: Batch) -> None:
-        trained = (batch["labels"] != IGNORE).sum(1)
+    def _count(self, rows: int, batch: Batch) -> None:
+        trained = (batch["completion_mask"] if self.paired else batch["labels"] != IGNORE).sum(1)
         tokens = int(batch["attention_mask"].sum())
         batch.counts |= {
-            "rows": len(items),
+            "rows": rows,
             "tokens": tokens,
             "trained_tokens": int(trained.sum()),
             "padding": batch["input_ids"].numel() - tokens,
-            "untrained_rows": int((trained == 0).sum()),
+            "untrained_rows": batch.counts.get("untrained_rows", 0) + int((trained == 0).sum()),
         }
+
+
+def _media_of(group: tuple[Item, ...]) -> Iterator[tuple[Row, Shown, Media]]:
+    """(row, what is shown, as the user gave it) of each medium of a row, those that both sides of a pair show once."""
+    seen = set()
+    for item in group:
+        for slot, medium in zip(item.slots, item.row.media, strict=True):
+            if id(slot.medium) not in seen:
+                seen.add(id(slot.medium))
+                yield item.row, slot.medium, medium
 
 
 @contextlib.contextmanager

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import sources
+from .checks import count_lengths, length_bias
 from .cli import note
 from .demo import SAMPLES
 from .errors import DataError, MediaError, RowError
 from .media import MediaAccess, find_media
+from .preferences import Preference, read_preference
 from .rows import read_row
 
 MAX_CHECKED = 200_000  # rows whose form is checked before the run; the rest is checked as it is read
 SHOWN = 5  # bad rows told by name
+DEMO = {False: ("train.jsonl", "heldout.jsonl"), True: ("preferences.jsonl", "preferences-heldout.jsonl")}
 
 
 @dataclass
@@ -28,6 +32,7 @@ class Data:
     first: dict[str, str] = field(default_factory=dict)
     media: int = 0
     missing: list[tuple[str, str]] = field(default_factory=list)
+    lengths: Counter = field(default_factory=Counter)  # of pairs, see `checks.count_lengths`
 
 
 def load_data(config) -> Data:
@@ -36,8 +41,9 @@ def load_data(config) -> Data:
     Raises:
         DataError: no such file, no rows, or rows that cannot be read; the first are named, with the total.
     """
-    names = [str(SAMPLES / "train.jsonl")] if config.demo else list(config.dataset)
-    evaluation = [str(SAMPLES / "heldout.jsonl")] if config.demo else list(config.eval_dataset)
+    training, heldout = DEMO[config.paired]
+    names = [str(SAMPLES / training)] if config.demo else list(config.dataset)
+    evaluation = [str(SAMPLES / heldout)] if config.demo else list(config.eval_dataset)
     rows = sources.open_rows(names)
     eval_rows = sources.open_rows(evaluation) if evaluation else None
     if config.test_size:
@@ -46,8 +52,10 @@ def load_data(config) -> Data:
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
     for part in (rows, eval_rows):
         if part is not None:
-            _check_form(part, data, access)
+            _check_form(part, data, access, read_preference if config.paired else read_row)
     _check_files(config, data)
+    if told := length_bias(data.lengths):
+        note(f"{told}: the model may learn length instead of what you prefer")
     return data
 
 
@@ -61,22 +69,25 @@ def split(rows, share: float, seed: int):
     return sources.Subset(rows, kept), sources.Subset(rows, sorted(chosen))
 
 
-def _check_form(rows, data: Data, access: MediaAccess) -> None:
+def _check_form(rows, data: Data, access: MediaAccess, read) -> None:
     """Read each row's form, and look whether the media files it names are there, without opening any."""
     first_bad, others, total = "", [], 0
     for index in range(min(len(rows), MAX_CHECKED)):
         try:
-            row = read_row(rows[index], f"row {index}")
+            row = read(rows[index], f"row {index}")
         except RowError as problem:
             total += 1
             first_bad = first_bad or str(problem)
             others += [problem.row] if 1 < total <= SHOWN else []
             continue
+        if isinstance(row, Preference):
+            count_lengths(row, data.lengths)
+        folder = row.chosen.folder if isinstance(row, Preference) else row.folder
         for medium in row.media:
             data.first.setdefault(medium.kind, row.name)
             data.media += 1
             try:
-                find_media(medium.value, row.folder, access)
+                find_media(medium.value, folder, access)
             except MediaError as problem:
                 data.missing.append((row.name, str(problem)))
     if total:
@@ -109,8 +120,9 @@ def check_data(config, data: Data, collator) -> None:
     for kind, name in data.first.items():
         collator.check_modality(kind, name)
     if not something_is_trained(data.rows, collator):
+        wanted = "two answers" if config.paired else "an assistant token"
         raise DataError(
-            f"nothing to train: none of {len(data.rows)} rows has an assistant token within --max-len {config.max_len} "
+            f"nothing to train: none of {len(data.rows)} rows has {wanted} within --max-len {config.max_len} "
             f"({_untrained_reason(collator.stats)})"
         )
     collator.stats.reset()

@@ -152,8 +152,9 @@ def make_config(tokenizer, **text_overrides):
     )
 
 
-def make_model(tokenizer, seed: int = 0, **text_overrides):
-    """A random-weight `Gemma4ForConditionalGeneration` of some 0.5 M parameters, in float32 on the CPU."""
+def make_model(tokenizer, seed: int = 0, reward: bool = False, **text_overrides):
+    """A random-weight `Gemma4ForConditionalGeneration` of some 0.5 M parameters, in float32 on the CPU; with `reward`
+    the same with a head that scores."""
     import torch
     from transformers import Gemma4ForConditionalGeneration, GenerationConfig
 
@@ -164,7 +165,20 @@ def make_model(tokenizer, seed: int = 0, **text_overrides):
     model.generation_config = GenerationConfig(
         eos_token_id=stops, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id
     )
-    return model.eval()
+    return (_with_score(model, make_config(tokenizer, **text_overrides), seed) if reward else model).eval()
+
+
+def _with_score(model, config, seed: int):
+    import torch
+
+    from .reward_model import reward_class
+
+    config.num_labels = 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        scoring = reward_class(config)(config)
+    scoring.model.load_state_dict(model.model.state_dict())
+    return scoring
 
 
 def write_model(folder: str | Path, seed: int = 0) -> Path:

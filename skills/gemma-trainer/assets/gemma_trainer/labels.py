@@ -84,7 +84,7 @@ class Labeller:
             return Labelled(ids, trained)
         spans = find_spans(ids, self.markers)
         dropped = self._reasoning_dropped(row, rendered, ids)
-        said = self._messages_of(row, spans, dropped)
+        said = self._messages_of(row, rendered, spans, dropped)
         kept = self._chosen(row, spans, said) if row.trained else []
         inexact = self._inexact(row, rendered, ids, spans, said, kept, dropped)
         trained = np.zeros(len(ids), bool)
@@ -114,7 +114,7 @@ class Labeller:
             if not messages & refused and not (last_only and span.turn != spans[-1].turn)
         ]
 
-    def _messages_of(self, row: Row, spans: list[Span], dropped: int) -> list[set[int]]:
+    def _messages_of(self, row: Row, rendered: Rendered, spans: list[Span], dropped: int) -> list[set[int]]:
         """The positions of the messages that each span is made of; none where nothing depends on them.
 
         A row without tools has one span an answer. With tools, a template may put the words beside a call behind its
@@ -129,7 +129,7 @@ class Labeller:
         if not (words or dropped or any("train" in message for message in row.messages)):
             return [set() for _ in spans]
         positions = {mark: position for position, mark in self.renderer.marks(row).items()}
-        ids = self.renderer.encode([self.renderer.render(row, marked=True)])[0]
+        ids = self.renderer.encode([self.renderer.render(row, marked=True, thinking=rendered.thinking)])[0]
         found = []
         for span in find_spans(ids, self.markers):
             end = span.end - (ids[span.end - 1] == self.markers.turn_end)
@@ -240,9 +240,10 @@ class Labeller:
 
 @dataclass(frozen=True)
 class Markers:
-    """A family's markers as token ids; `header`, which leaves out its newline, and `newline` may be several tokens."""
+    """A family's markers as token ids; the headers, without their newline, and `newline` may be several tokens."""
 
     header: list[int]
+    user_header: list[int]
     newline: list[int]
     turn_start: int
     turn_end: int
@@ -257,9 +258,13 @@ class Markers:
         def one(token):
             return None if token is None else tokenizer.convert_tokens_to_ids(token)
 
+        def several(text):
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
         return cls(
-            header=tokenizer(family.model_header.removesuffix("\n"), add_special_tokens=False)["input_ids"],
-            newline=tokenizer("\n", add_special_tokens=False)["input_ids"],
+            header=several(family.model_header.removesuffix("\n")),
+            user_header=several(f"{family.turn_start}user"),
+            newline=several("\n"),
             turn_start=one(family.turn_start),
             turn_end=one(family.turn_end),
             response=one(family.tool_response),

@@ -10,6 +10,7 @@ import types
 from dataclasses import dataclass
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 CHUNK = 256  # positions scored at once: 256 MiB of float32 logits at Gemma's vocabulary
@@ -109,6 +110,66 @@ def use_chunked_loss(model) -> None:
             return plain_forward(*args, **kwargs)
         hidden = self.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state
         return chunked_loss(hidden, self.get_output_embeddings().weight, labels, num_items_in_batch, softcap)
+
+    model.forward = types.MethodType(forward, model)
+
+
+@dataclass
+class LogProbs(ModelOutput):
+    """Of each position but the last, for the token behind it: its log-probability, the entropy, the mean of the logits,
+    and whether it was the first choice; [B, T - 1] each, 0 where nothing was asked for."""
+
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+
+
+def log_probs(hidden, weight, labels, softcap: float | None = None) -> LogProbs:
+    """Log-probabilities of the labels, at the positions that have one; logits are made a chunk of these at a time, and
+    again for the gradient.
+
+    Args:
+        hidden: [B, T, H] last hidden states.
+        weight: [V, H] output embeddings.
+        labels: [B, T] token ids, -100 where nothing is asked for; position t is scored by the state at t - 1.
+        softcap: `final_logit_softcapping` of the text config.
+    """
+    targets = labels[:, 1:]
+    mask = targets != -100
+    states, wanted = hidden[:, :-1][mask], targets[mask]
+    starts = range(0, max(1, len(wanted)), CHUNK)  # one chunk at least: a gradient of nothing is 0
+    chunks = [
+        checkpoint(_score, states[at : at + CHUNK], weight, wanted[at : at + CHUNK], softcap, use_reentrant=False)
+        for at in starts
+    ]
+    found = [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+    return LogProbs(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in found))
+
+
+def _score(hidden, weight, wanted, softcap):
+    logits = (hidden @ weight.to(hidden.dtype).t()).float()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logs = logits.log_softmax(-1)
+    chosen = logs.gather(-1, wanted[:, None])[:, 0]
+    with torch.no_grad():
+        entropy = -(logs.exp() * logs).sum(-1)
+        return chosen, entropy, logits.mean(-1), logits.argmax(-1) == wanted
+
+
+def use_log_probs(model) -> None:
+    """Make `model(**batch, labels=labels, fused_lm_head=True)` return `log_probs`: the call that TRL's trainers make
+    since 1.16. Other calls stay as they are. `model` is changed in place (see `use_chunked_loss`)."""
+    plain_forward = model.forward
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, labels=None, fused_lm_head=False, **kwargs):
+        if not fused_lm_head:
+            return plain_forward(*args, **kwargs | ({} if labels is None else {"labels": labels}))
+        hidden = self.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state
+        return log_probs(hidden, self.get_output_embeddings().weight, labels, softcap)
 
     model.forward = types.MethodType(forward, model)
 

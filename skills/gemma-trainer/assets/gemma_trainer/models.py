@@ -62,11 +62,12 @@ def load_processor(name: str, config):
     return processor
 
 
-def load_model(name: str, config, dtype, quantize: bool = False):
+def load_model(name: str, config, dtype, quantize: bool = False, reward: bool = False):
     """Load the weights.
 
     Args:
         name: a hub id or a folder.
+        reward: with a head that scores instead of the one that speaks; a new one, unless the model has it.
         dtype: torch dtype of the weights; of the computation where they are quantized.
         quantize: 4-bit NF4 with double quantization (QLoRA, arXiv 2305.14314), on CUDA.
 
@@ -77,13 +78,19 @@ def load_model(name: str, config, dtype, quantize: bool = False):
     from safetensors import SafetensorError
 
     options = {"dtype": dtype}
+    if reward:
+        from .reward_model import reward_class
+
+        config.num_labels, model_class = 1, reward_class(config)
+    else:
+        model_class = _auto_class(config)
     if quantize:
         options["quantization_config"] = nf4(dtype)
         options["device_map"] = {"": torch.cuda.current_device()}
     if torch.cuda.device_count() > 1 and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         options["device_map"] = "auto"  # one process, several GPUs: the model is spread over them
     try:
-        return _auto_class(config).from_pretrained(name, config=config, **options)
+        return model_class.from_pretrained(name, config=config, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
         raise CannotLoad(_advice(name, problem)) from None
 
@@ -175,11 +182,16 @@ def _near_names(linear: list[str], targets: str) -> str:
     return ", ".join(dict.fromkeys(near)) or ", ".join(sorted(leaves)[:8])
 
 
-def skeleton(config):
+def skeleton(config, reward: bool = False):
     """The model without weights, on the meta device: what its modules are called and how large they are."""
     import torch
 
     with torch.device("meta"):
+        if reward:
+            from .reward_model import reward_class
+
+            config.num_labels = 1
+            return reward_class(config)(config)
         return _auto_class(config).from_config(config)
 
 
@@ -190,13 +202,56 @@ def _auto_class(config):
 
 
 def add_lora(model, targets: str, r: int, alpha: int, dropout: float):
-    """Wrap a model with LoRA adapters on the layers that `targets` names (see `lora_modules`)."""
+    """Wrap a model with LoRA adapters on the layers that `targets` names (see `lora_modules`); the head of a reward
+    model is trained whole, beside them."""
     from peft import LoraConfig, get_peft_model
 
+    scores = hasattr(model, "score")
     config = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=lora_modules(model, targets), task_type="CAUSAL_LM"
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=lora_modules(model, targets),
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
+        modules_to_save=["score"] if scores else None,
     )
     return get_peft_model(model, config)
+
+
+def base_of(adapter: str) -> str:
+    """The base model that an adapter belongs to, as its config names it; where that folder has moved, the one in it.
+
+    Raises:
+        CannotLoad: no adapter is there.
+    """
+    from peft import PeftConfig
+
+    try:
+        base = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    except Exception as problem:
+        raise CannotLoad(f"--adapter {adapter}: no adapter can be loaded ({_first_line(problem)})") from None
+    beside = Path(adapter) / "base-model"
+    return str(beside) if not Path(base).is_dir() and beside.is_dir() else base
+
+
+def load_adapter(model, adapter: str):
+    """Wrap a model with an adapter that is to be trained on.
+
+    Raises:
+        CannotLoad: the adapter cannot be read, or belongs to another model.
+    """
+    from peft import PeftModel
+    from peft.utils import load_peft_weights
+
+    try:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+        named = {name.replace(".default.", ".") for name, _ in model.named_parameters()}
+        foreign = [name for name in load_peft_weights(adapter, device="cpu") if name not in named]
+    except Exception as problem:
+        raise CannotLoad(f"--adapter {adapter} does not fit the model ({_first_line(problem)})") from None
+    if foreign:  # PEFT passes them over, and the run would go on from the bare model
+        raise CannotLoad(f"--adapter {adapter} does not fit the model: it has no {foreign[0]}")
+    return model
 
 
 def describe_trained(model) -> dict:
@@ -211,6 +266,8 @@ def describe_trained(model) -> dict:
     counts = [(p.numel(), p.requires_grad, ".experts." in name) for name, p in model.named_parameters()]
     total, trainable = sum(n for n, _, _ in counts), sum(n for n, trains, _ in counts if trains)
     trains = ", ".join(f"LoRA on {n} {part} layers" for part, n in parts.items() if n) or "all weights"
+    if adapted and any(".score." in name for name in trained):
+        trains += " and the reward head"
     # A mixture's experts are three-dimensional parameters, no linear layers.
     if frozen := sum(n for n, trains_too, expert in counts if expert and not trains_too):
         trains += f" (not on the experts, {frozen / total:.0%} of all weights)"

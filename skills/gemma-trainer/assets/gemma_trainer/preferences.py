@@ -21,14 +21,18 @@ HH = re.compile(r"\s*Human:")  # how the strings of HH-RLHF begin
 @dataclass
 class Preference:
     """A prompt with two answers. `chosen` and `rejected` are whole rows, whose first `shared` messages are the prompt;
-    their media in the prompt are the same ones, in the same order. `margin` says by how much the chosen one is better.
+    their media in the prompt are the same ones, in the same order.
     """
 
     name: str
     chosen: Row
     rejected: Row
     shared: int
-    margin: float | None = None
+
+    @property
+    def margin(self) -> float | None:
+        """By how much the chosen answer is better, where the row says so."""
+        return self.chosen.margin
 
     @property
     def media(self) -> list[Media]:
@@ -66,7 +70,19 @@ def read_preference(raw: Mapping, name: str = "row") -> Preference:
         prompt = untrained(prompt)
         sides = [make_row(name, folder, fields, prompt + answer) for answer in (chosen, rejected)]
         shared = len(make_row(name, folder, fields, prompt).messages)
-        return Preference(name, *sides, shared, _margin(fields.get("margin")))
+        sides[0].margin = _margin(fields.get("margin"))
+        return Preference(name, *sides, shared)
+
+
+def as_conversation(raw: Mapping) -> dict:
+    """A preference row as a row with its chosen answer; empty where it has another form."""
+    rest = {
+        key: value for key, value in raw.items() if key not in ("chosen", "rejected", "margin") and value is not None
+    }
+    if "prompt" in rest:
+        return rest | {"completion": raw["chosen"]}
+    whole = isinstance(raw["chosen"], list) and "messages" not in rest and "conversations" not in rest
+    return rest | {"messages": raw["chosen"]} if whole else {}
 
 
 def _answer(value) -> list[dict]:

@@ -1,12 +1,12 @@
-"""The steps of a training run, in the order the scripts call them: processor, collator, model, trainer, report."""
+"""The steps of a training run, in the order the scripts call them: processor, collator, model, trainer, training."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 from importlib.util import find_spec
+from pathlib import Path
 
 from . import sources
 from .cli import note
@@ -15,11 +15,14 @@ from .errors import EnvironmentUnfit, Interrupted, TrainerError, UsageError
 from .runs import Run, checkpoint_bytes, versions
 
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), **{n: (n,) for n in ("wandb", "mlflow", "trackio")}}
-PLANNED = 256  # rows that a dry run sends through the collator
+# Peak learning rates: of LoRA, of full fine-tuning, and of both for the tiny demo model.
+RATES = {"sft": (2e-4, 1e-5, 1e-2, 3e-3), "dpo": (5e-6, 1e-6, 5e-3, 1e-3), "reward": (1e-4, 1e-5, 5e-3, 1e-3)}
 
 
 def with_defaults(config):
     """Fill in what depends on other flags, and say so where the built-in demo runs."""
+    if getattr(config, "adapter", None):
+        config = _with_adapter(config)
     if not config.demo and config.model is None:
         raise UsageError("--dataset needs --model: a hub id such as google/gemma-4-E2B-it, a folder, or demo")
     for tracker in set(config.report_to) & set(TRACKERS):
@@ -35,15 +38,22 @@ def with_defaults(config):
         model = "tiny random Gemma 4" if config.model in (None, "demo") else config.model
         note(f"No --dataset given: running the built-in demo ({model}, bundled samples, offline).")
     tiny = config.model in (None, "demo")
-    rates = {(False, False): 2e-4, (False, True): 1e-5, (True, False): 1e-2, (True, True): 3e-3}
     chosen = {
         "model": config.model or "demo",
         "batch_size": config.batch_size or (8 if config.demo else 1),
         "grad_accum": config.grad_accum or (1 if config.demo else 8),
-        "lr": config.lr or rates[tiny, config.full],
+        "lr": config.lr or RATES[config.task][2 * tiny + config.full],
         "max_steps": config.max_steps or (120 if config.demo and config.epochs == 1 else None),
     }
     return dataclasses.replace(config, **chosen)
+
+
+def _with_adapter(config):
+    from . import models
+
+    if config.full:
+        raise UsageError("--adapter is trained on as an adapter: drop --full")
+    return dataclasses.replace(config, model=config.model or models.base_of(config.adapter))
 
 
 def open_run(config, script: str) -> Run:
@@ -56,7 +66,7 @@ def check_resumed(config, run: Run, data: Data) -> None:
     if not config.resume:
         return
     steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
-    for name in ("model", "full", "quantize", "lora_r", "lora_alpha", "lora_targets"):
+    for name in ("model", "adapter", "full", "quantize", "lora_r", "lora_alpha", "lora_targets"):
         if name in before and before[name] != (now := getattr(config, name)):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"--resume: the run in {run.folder} was begun with {flag} {before[name]}, not {now}")
@@ -80,7 +90,9 @@ def load_processor(config):
         processor = demo.make_processor()
         return demo.make_config(processor.tokenizer), processor
     model_config, _ = models.load_config(config.model)
-    return model_config, models.load_processor(config.model, model_config)
+    trained = getattr(config, "adapter", None)  # whose folder has the processor that it was trained with
+    name = trained if trained and (Path(trained) / "tokenizer.json").is_file() else config.model
+    return model_config, models.load_processor(name, model_config)
 
 
 def make_collators(config, processor, model_config):
@@ -89,6 +101,7 @@ def make_collators(config, processor, model_config):
     from .collator import MultimodalCollator
 
     options = config.collator_options() | {"modalities": families.modalities(processor, model_config)}
+    options["task"] = "preference" if config.paired else "sft"
     return tuple(MultimodalCollator(processor, config.max_len, **options) for _ in range(2))
 
 
@@ -102,13 +115,16 @@ def load_model(config, run: Run, model_config, processor):
     transformers.set_seed(config.seed)
     precision = choose(config.precision)
     quantize, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
+    reward, adapter = config.task == "reward", getattr(config, "adapter", None)
     if config.model == "demo":
-        model = demo.make_model(processor.tokenizer)
+        model = demo.make_model(processor.tokenizer, reward=reward)
     else:
         # Full fine-tuning keeps float32 weights under autocast: bf16 ones would swallow small updates.
         dtype = precision.torch_dtype if not config.full else choose("fp32").torch_dtype
-        model = models.load_model(config.model, model_config, dtype, quantize)
-    if not config.full:
+        model = models.load_model(config.model, model_config, dtype, quantize, reward)
+    if adapter:
+        model = models.load_adapter(model, adapter)
+    elif not config.full:
         model = models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)
     run.open(checkpoint_bytes(model))
     if config.model == "demo" and not config.full:  # the adapter must find the weights it belongs to
@@ -116,7 +132,12 @@ def load_model(config, run: Run, model_config, processor):
         model.peft_config["default"].base_model_name_or_path = str(base.absolute())
         if not base.exists():
             demo.write_model(base)
-    facts = {"name": config.model, "family": model_config.model_type, **models.describe_trained(model)}
+    facts = {
+        "name": config.model,
+        **({"adapter": adapter} if adapter else {}),
+        "family": model_config.model_type,
+        **models.describe_trained(model),
+    }
     run.save_record(model=facts, precision=precision.reason, quantization=quantized, versions=versions())
     counts = f"{facts['trainable_parameters']:,} of {facts['total_parameters']:,} parameters"
     note(f"{config.model}: {facts['trains']}; {counts}")
@@ -136,33 +157,67 @@ def steps_of(config, rows: int) -> int:
 
 def make_sft_trainer(config, run: Run, model, processor, data: Data, collators):
     """The trainer of a supervised run."""
-    from .batching import workers_for
-    from .callbacks import MetricsFile, Progress, StopOnDivergence
-    from .precision import choose
     from .trainers import GemmaSFTTrainer, sft_arguments
+
+    args = sft_arguments(run.folder, **_options(config, data))
+    return _make(GemmaSFTTrainer, args, config, run, model, processor, data, collators)
+
+
+def make_dpo_trainer(config, run: Run, model, processor, data: Data, collators):
+    """The trainer of a run of direct preference optimization."""
+    from .callbacks import WarnOfCollapse
+    from .preference_trainers import GemmaDPOTrainer, dpo_arguments
+
+    args = dpo_arguments(
+        run.folder,
+        **_options(config, data),
+        beta=config.beta,
+        loss_type=list(config.loss_type) or ["sigmoid"],
+        loss_weights=[float(weight) for weight in config.loss_weights] or None,
+        label_smoothing=config.label_smoothing,
+    )
+    if config.full:
+        note("--full: a second copy of the weights is kept as the reference")
+    more = {"own_reference": not config.adapter}
+    trainer = _make(GemmaDPOTrainer, args, config, run, model, processor, data, collators, **more)
+    trainer.add_callback(WarnOfCollapse(config.beta))
+    if not config.demo and (told := trainer.untuned(data.rows)):
+        note(told)
+    return trainer
+
+
+def make_reward_trainer(config, run: Run, model, processor, data: Data, collators):
+    """The trainer of a reward model."""
+    from .preference_trainers import GemmaRewardTrainer, reward_arguments
+
+    args = reward_arguments(run.folder, **_options(config, data), center_rewards=config.center_rewards)
+    return _make(GemmaRewardTrainer, args, config, run, model, processor, data, collators)
+
+
+def _options(config, data: Data) -> dict:
+    """What the arguments of any trainer take."""
+    from .batching import workers_for
+    from .precision import choose
 
     precision = choose(config.precision)
     workers = workers_for(precision.device, bool(data.first)) if config.num_workers is None else config.num_workers
     checkpointing = config.gradient_checkpointing
-    args = sft_arguments(
-        run.folder,
-        precision,
-        max_length=config.max_len,
-        batch_size=config.batch_size,
-        grad_accum=config.grad_accum,
-        lr=config.lr,
-        epochs=config.epochs,
-        max_steps=config.max_steps,
-        steps=steps_of(config, len(data.rows)),
-        seed=config.seed,
-        save_steps=config.save_steps,
-        eval_steps=config.eval_steps,
-        evaluate=data.eval_rows is not None,
-        workers=workers,
-        report_to=list(config.report_to),
-        checkpointing=checkpointing == "on" or (checkpointing == "auto" and precision.device != "cpu"),
-    )
-    return GemmaSFTTrainer(
+    same = "batch_size grad_accum lr epochs max_steps seed save_steps eval_steps".split()
+    return {name: getattr(config, name) for name in same} | {
+        "precision": precision,
+        "max_length": config.max_len,
+        "steps": steps_of(config, len(data.rows)),
+        "evaluate": data.eval_rows is not None,
+        "workers": workers,
+        "report_to": list(config.report_to),
+        "checkpointing": checkpointing == "on" or (checkpointing == "auto" and precision.device != "cpu"),
+    }
+
+
+def _make(kind, args, config, run: Run, model, processor, data: Data, collators, **more):
+    from .callbacks import MetricsFile, Progress, StopOnDivergence
+
+    return kind(
         model,
         args,
         data.rows,
@@ -172,6 +227,7 @@ def make_sft_trainer(config, run: Run, model, processor, data: Data, collators):
         collators[1],
         config.max_bad_media,
         callbacks=[MetricsFile(run.folder / "metrics.jsonl"), Progress(), StopOnDivergence()],
+        **more,
     )
 
 
@@ -265,90 +321,3 @@ def collected(run: Run, trainer) -> dict:
             "workers": trainer.args.dataloader_num_workers,
         },
     }
-
-
-# ---- reporting
-
-
-def report(config, run: Run, trainer, collator, data: Data) -> dict:
-    """Ask the trained model a few rows, write the last files, and return the result."""
-    from . import generation
-
-    facts = collected(run, trainer)
-    model = trainer.model.eval()
-    asked = data.eval_rows if data.eval_rows is not None else data.rows
-    asked_rows = (asked[index] for index in range(min(len(asked), 32)))
-    answers = filter(None, (generation.answer(model, collator, row) for row in asked_rows))
-    try:
-        facts["samples"] = list(itertools.islice(answers, 4))
-    except Exception as problem:  # the result is saved: a sample that cannot be made does not undo the run
-        note(f"no sample answers in the report ({type(problem).__name__})")
-    if config.demo:
-        facts["metrics"] |= generation.media_accuracy(model, collator, list(data.eval_rows))
-    run.finish("done", **facts)
-    result = {"status": "done", "demo": config.demo, "run": str(run.folder)}
-    result |= {key: run.record[key] for key in ("model", "steps", "metrics", "counters", "timing", "peak_memory_mb")}
-    return result | {"summary": summary(config, run)}
-
-
-def summary(config, run: Run) -> str:
-    """The result in a few lines for a person."""
-    record = run.record
-    metrics, counters = record["metrics"], record["counters"]
-    tokens = f"{counters.get('trained_tokens', 0):,} of {counters.get('tokens', 0):,} tokens"
-    losses = [
-        f"{name.removesuffix('_loss')} {metrics[name]:.3f}" for name in ("train_loss", "eval_loss") if name in metrics
-    ]
-    lines = [
-        f"model    {record['model']['name']}: {record['model']['trains']}",
-        f"trained  {record['steps']} steps, {tokens}, {record['timing']['train_s']:.0f} s, "
-        f"peak memory {record['peak_memory_mb']:,} MB",
-        f"loss     {', '.join(losses)}",
-    ]
-    worth = {name: counters[name] for name in ("bad_media", "bad_rows", "truncated", "cut_to_nothing", "long_audio",
-             "reasoning_dropped", "inexact_turns") if counters.get(name)}  # fmt: skip
-    if worth:
-        lines.append(f"note     {_told(worth)}")
-    if "accuracy" in metrics:
-        lines.append(
-            f"proof    on held-out pictures and sounds: {metrics['accuracy']:.0%} right, with the media zeroed "
-            f"{metrics['accuracy_blind']:.0%} (guessing: {metrics['chance']:.0%})"
-        )
-    return "\n".join([*lines, f"run      {run.folder} (report.html, run.json, metrics.jsonl, adapter and processor)"])
-
-
-def plan(config, run: Run, data: Data, model_config, collator) -> dict:
-    """What a dry run says: what would be trained, on what, and what the collator does to the first rows."""
-    from . import models
-    from .precision import choose
-
-    precision = choose(config.precision)
-    _, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
-    model = models.skeleton(model_config)
-    if not config.full:
-        model = models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)
-    trains = models.describe_trained(model)
-    looked_at = min(len(data.rows), PLANNED)
-    for index in range(0, looked_at, 8):
-        collator([data.rows[i] for i in range(index, min(index + 8, looked_at))])
-    counters = {name: count for name, count in collator.stats.items() if count and name != "padding"}
-    result = {"status": "dry-run", "demo": config.demo, "run": str(run.folder), "model": config.model, **trains}
-    result |= {
-        "rows": len(data.rows),
-        "eval_rows": len(data.eval_rows or ()),
-        "steps": steps_of(config, len(data.rows)),
-    }
-    result |= {"precision": precision.reason, "quantization": quantized, "looked_at": looked_at, "counters": counters}
-    lines = [
-        f"model    {config.model} ({model_config.model_type}): {trains['trains']}; "
-        f"{trains['trainable_parameters']:,} of {trains['total_parameters']:,} parameters",
-        f"device   {precision.reason}; {quantized}",
-        f"data     {result['rows']} rows to train on, {result['eval_rows']} to evaluate on; {result['steps']} steps",
-        f"rows     in the first {looked_at}: {_told(counters)}",
-        f"run      would be written to {run.folder}",
-    ]
-    return result | {"summary": "\n".join(lines)}
-
-
-def _told(counters: dict) -> str:
-    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counters.items())

@@ -82,8 +82,9 @@ class Renderer:
 
     # -- text
 
-    def render(self, row: Row, marked: bool = False) -> Rendered:
-        """Render a row; with `marked`, the assistant messages carry their `marks` in their texts."""
+    def render(self, row: Row, marked: bool = False, thinking: bool = False) -> Rendered:
+        """Render a row; with `marked`, the assistant messages carry their `marks` in their texts; with `thinking`, the
+        thinking switch is on, as it is in the other side of a pair."""
         if row.text is not None:
             return Rendered(row.name, row.text, restore={}, raw=True)
         marks, tools = self.marks(row) if marked else {}, row.tools
@@ -94,9 +95,10 @@ class Renderer:
         hidden = self._hide(row.name, (messages, tools))
         (messages, tools), restore = hidden if hidden else ((messages, tools), None)
         reasons = self.family.channel is not None and any("reasoning" in message for message in messages)
-        thinking = self.thinking == "on" or (self.thinking == "auto" and reasons)
+        forced = thinking or self.thinking == "on"
+        thinking = forced or (self.thinking == "auto" and reasons)
         text = self._apply(row.name, messages, tools, thinking)
-        if thinking and self.thinking == "auto" and self.family.channel not in text:
+        if thinking and not forced and self.family.channel not in text:
             thinking, text = False, self._apply(row.name, messages, tools, False)
         return Rendered(row.name, text, restore, thinking)
 

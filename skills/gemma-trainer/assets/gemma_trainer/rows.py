@@ -56,6 +56,7 @@ class Row:
     media: list[Media] = field(default_factory=list)
     trained: bool = True
     folder: Path | None = None
+    margin: float | None = None  # of the chosen side of a pair, by how much it is better
 
 
 def read_row(raw: Mapping, name: str = "row") -> Row:

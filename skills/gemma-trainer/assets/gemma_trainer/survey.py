@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from . import duplicates, recipe, sources
+from .checks import length_bias
 from .cli import note
 from .demo import SAMPLES
 from .duplicates import Table, clusters
@@ -123,7 +124,7 @@ def _whole_set(survey: Survey, config) -> Iterator[dict]:
         survey.findings.add("nothing_trained", 0, count=count)
     if told := _label_imbalance(tally, count):
         survey.findings.add("label_imbalance", 0, detail=told, count=sum(tally.labels.values()))
-    if told := _length_bias(tally):
+    if told := length_bias(tally.pairs):
         survey.findings.add("length_bias", 0, detail=told, count=tally.pairs["pairs"])
     same = survey.table.same()
     copies = np.flatnonzero(same[:count] != np.arange(count))
@@ -181,20 +182,3 @@ def few_labels(tally: Tally, rows: int) -> bool:
     """Whether nearly all answers are one of a few short ones."""
     short, labels = tally.counts["answers"]["short"], len(tally.labels)
     return bool(labels) and short >= 0.8 * rows and labels <= 50 and short >= 5 * labels
-
-
-def _length_bias(tally: Tally) -> str:
-    """A figure where chosen answers are longer, or shorter, in far more than half of the pairs (beyond 3 sigma)."""
-    longer, shorter = tally.pairs["chosen_longer"], tally.pairs["rejected_longer"]
-    unequal = longer + shorter
-    if unequal < 20:
-        return ""
-    share = longer / unequal
-    if abs(share - 0.5) < max(0.15, 1.5 / unequal**0.5):
-        return ""
-    ratio, side = np.exp(tally.log_ratio / tally.pairs["pairs"]), "chosen"
-    if share < 0.5:
-        share, ratio, side = 1 - share, 1 / ratio, "rejected"
-    return (
-        f"{side} is longer in {share:.0%} of {unequal:,} pairs that differ in it, {ratio:.2f} times as long on average"
-    )

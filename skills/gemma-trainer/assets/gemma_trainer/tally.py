@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import unicodedata
 from array import array
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import duplicates
-from .checks import CONTROL, answer_length, check_pair, check_structure, check_text, format_of, texts_of
+from .checks import CONTROL, check_pair, check_structure, check_text, count_lengths, format_of, texts_of
 from .errors import MediaError, RowError
 from .findings import KINDS, Findings
 from .inspection import Facts, inspect
@@ -50,7 +49,6 @@ class Tally:
     clip_seconds: list[float] = field(default_factory=list)
     labels: Counter = field(default_factory=Counter)
     pairs: Counter = field(default_factory=Counter)
-    log_ratio: float = 0.0  # of the lengths of chosen and rejected, summed over pairs
     media: tuple[array, array] = field(default_factory=lambda: (array("Q"), array("Q")))
     records: np.ndarray | None = None
 
@@ -61,7 +59,7 @@ class Tally:
         """Add the tally of another piece; its records are left alone."""
         self.findings.merge(other.findings)
         self.longest = max(self.longest, other.longest)
-        for name in ("rows", "bad_rows", "trained_rows", "bad_media", "log_ratio"):
+        for name in ("rows", "bad_rows", "trained_rows", "bad_media"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for group, counts in other.counts.items():
             self.counts[group].update(counts)
@@ -200,18 +198,12 @@ class Checker:
             tally.image_sizes += [known.size for known in seen.facts if known and known.size]
             tally.clip_seconds += [known.seconds for known in seen.facts if known and known.seconds]
         if isinstance(seen.entry, Preference):
-            self._describe_pair(seen.entry, tally)
+            count_lengths(seen.entry, tally.pairs)
         elif row.messages and row.messages[-1]["role"] == "assistant":
             answer = "".join(texts_of(row.messages[-1]))
             if len(answer) <= LABEL_LENGTH and answer.strip() and "tool_calls" not in row.messages[-1]:
                 tally.count("answers", "short")
                 tally.labels[answer.strip()] += 1
-
-    def _describe_pair(self, pair: Preference, tally: Tally) -> None:
-        chosen, rejected = (answer_length(pair, side) for side in (pair.chosen, pair.rejected))
-        longer = "chosen_longer" if chosen > rejected else "rejected_longer" if chosen < rejected else "equal"
-        tally.pairs.update({"pairs": 1, longer: 1})
-        tally.log_ratio += math.log((chosen + 1) / (rejected + 1))
 
     # -- tokens
 

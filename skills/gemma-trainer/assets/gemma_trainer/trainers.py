@@ -1,4 +1,4 @@
-"""TRL's trainers with what Gemma's media rows need, and the arguments of a run, every one of them explicit."""
+"""TRL's trainers on rows with media, and the arguments of a run, every one of them explicit."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ MAX_NAMED = 1000  # problems kept by name
 MAX_LENGTHS = 20_000  # row lengths kept for the report's histogram
 
 
-class GemmaSFTTrainer(trl.SFTTrainer):
-    """`trl.SFTTrainer` on rows that the collator reads itself.
+class RowsTrainer:
+    """What TRL's trainers need to train on rows that the collator reads itself: mixed in before one of them.
 
-    Loss and evaluation loss are means over trained tokens, whatever the batch sizes and the accumulation; logits are
-    made at trained positions only; a step with nothing trained has loss 0. Checkpoints appear whole or not at all.
-    Rows of near-equal lengths are trained together (see `batching.LengthGroupedSampler`).
+    Checkpoints appear whole or not at all. Rows of near-equal lengths are trained together (see
+    `batching.LengthGroupedSampler`).
 
     `counts`, `problems`, `lengths` (tokens a row) and `waited` (seconds spent waiting for batches) add up over the
     batches that were trained on, those before a resumed checkpoint included.
@@ -41,13 +40,14 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`.
         collator, eval_collator: one `MultimodalCollator` each, so that their counters stay apart.
         max_bad_media: largest share of unreadable media, and of unreadable rows, before the run stops.
+        more: for the trainer of TRL.
 
     Raises:
         DataError: while training, when the share of bad media or rows is over `max_bad_media`.
     """
 
     def __init__(self, model, args, rows, collator, processor, eval_rows=None, eval_collator=None,
-                 max_bad_media: float = 0.05, callbacks=None):  # fmt: skip
+                 max_bad_media: float = 0.05, callbacks=None, **more):  # fmt: skip
         self.counts: dict[str, int] = {}
         self.problems: list[tuple[str, str]] = []
         self.lengths: list[int] = []
@@ -65,6 +65,7 @@ class GemmaSFTTrainer(trl.SFTTrainer):
             eval_dataset=eval_rows,
             processing_class=processor,
             callbacks=[BadMediaStop(self), EpochTeller(self), *(callbacks or [])],
+            **more,
         )
         self.remove_callback(transformers.PrinterCallback)
         self.train_dataset = rows
@@ -74,11 +75,6 @@ class GemmaSFTTrainer(trl.SFTTrainer):
             lambda indices: collator.lengths([rows[index] for index in indices]),
             self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
-        # Gemma 4 says accepts_loss_kwargs=False; with the losses used here accumulation is token-weighted.
-        self.model_accepts_loss_kwargs = True
-        self._own_loss = not trl_scores_trained_only(self.args.device.type)
-        if self._own_loss:
-            use_chunked_loss(_inner(self.model))
 
     def train(self, *args, **kwargs):
         self._began = time.monotonic()
@@ -116,22 +112,6 @@ class GemmaSFTTrainer(trl.SFTTrainer):
                 return
             yield batch
 
-    # -- loss
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if num_items_in_batch is not None:  # none trained in this whole step: loss 0 rather than 0 / 0
-            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
-        if not self._own_loss:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-            loss = self._with_gradient(loss)
-            return (loss, outputs) if return_outputs else loss
-        inputs = inputs | {"use_cache": False}
-        loss, outputs = transformers.Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
-        accuracy = outputs.correct / outputs.scored.clamp(min=1)
-        self._metrics["train" if self.model.training else "eval"]["mean_token_accuracy"].append(accuracy.item())
-        loss = self._with_gradient(loss)
-        return (loss, outputs) if return_outputs else loss
-
     def _with_gradient(self, loss):
         """A batch may touch nothing that is trained: text, where only the vision tower has adapters."""
         if loss.requires_grad or not self.model.training:
@@ -160,11 +140,15 @@ class GemmaSFTTrainer(trl.SFTTrainer):
 
     # -- evaluation
 
+    def weight_of(self, inputs) -> int:
+        """What a batch's loss is a mean over, such as tokens."""
+        raise NotImplementedError
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        tokens = int((inputs["labels"][:, 1:] != -100).sum())
+        weight = self.weight_of(inputs)
         result = super().prediction_step(model, dict(inputs), prediction_loss_only, ignore_keys)
-        self._eval_sums[0] += float(result[0]) * tokens
-        self._eval_sums[1] += tokens
+        self._eval_sums[0] += float(result[0]) * weight
+        self._eval_sums[1] += weight
         if isinstance(inputs, Batch):
             add_counts(self._eval_counts, inputs.counts)
             self._eval_problems += inputs.problems[: MAX_NAMED - len(self._eval_problems)]
@@ -175,8 +159,8 @@ class GemmaSFTTrainer(trl.SFTTrainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         self.check_media(1, self._eval_counts, self._eval_problems)
         sums = torch.tensor(self._eval_sums, dtype=torch.float64, device=_sum_device(self.args.device))
-        total, tokens = self.accelerator.reduce(sums, "sum").tolist()
-        output.metrics[f"{metric_key_prefix}_loss"] = total / max(tokens, 1)
+        total, weight = self.accelerator.reduce(sums, "sum").tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = total / max(weight, 1)
         return output
 
     def get_eval_dataloader(self, eval_dataset=None):
@@ -230,10 +214,43 @@ class GemmaSFTTrainer(trl.SFTTrainer):
                 self.sampler.lengths = known
 
 
+class GemmaSFTTrainer(RowsTrainer, trl.SFTTrainer):
+    """`trl.SFTTrainer` on rows (see `RowsTrainer`).
+
+    Loss and evaluation loss are means over trained tokens, whatever the batch sizes and the accumulation; logits are
+    made at trained positions only; a step with nothing trained has loss 0.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Gemma 4 says accepts_loss_kwargs=False; with the losses used here accumulation is token-weighted.
+        self.model_accepts_loss_kwargs = True
+        self._own_loss = not trl_scores_trained_only(self.args.device.type)
+        if self._own_loss:
+            use_chunked_loss(inner_model(self.model))
+
+    def weight_of(self, inputs) -> int:
+        return int((inputs["labels"][:, 1:] != -100).sum())
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if num_items_in_batch is not None:  # none trained in this whole step: loss 0 rather than 0 / 0
+            num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
+        if not self._own_loss:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            loss = self._with_gradient(loss)
+            return (loss, outputs) if return_outputs else loss
+        inputs = inputs | {"use_cache": False}
+        loss, outputs = transformers.Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+        accuracy = outputs.correct / outputs.scored.clamp(min=1)
+        self._metrics["train" if self.model.training else "eval"]["mean_token_accuracy"].append(accuracy.item())
+        loss = self._with_gradient(loss)
+        return (loss, outputs) if return_outputs else loss
+
+
 class BadMediaStop(transformers.TrainerCallback):
     """Looks at the share of bad media at the end of each epoch, also where fewer than 100 were seen."""
 
-    def __init__(self, trainer: GemmaSFTTrainer):
+    def __init__(self, trainer: RowsTrainer):
         self.trainer = trainer
 
     def on_epoch_end(self, args, state, control, **kwargs):
@@ -244,7 +261,7 @@ class BadMediaStop(transformers.TrainerCallback):
 class EpochTeller(transformers.TrainerCallback):
     """Tells the sampler which epoch begins: with several ranks, nobody else does in the epoch that a run resumes in."""
 
-    def __init__(self, trainer: GemmaSFTTrainer):
+    def __init__(self, trainer: RowsTrainer):
         self.trainer = trainer
 
     def on_epoch_begin(self, args, state, control, **kwargs):
@@ -257,13 +274,13 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def sft_arguments(
+def common_arguments(
     output: str | Path, precision, *, max_length: int, batch_size: int, grad_accum: int, lr: float, epochs: float,
     max_steps: int | None, steps: int, seed: int, save_steps: int | None, eval_steps: int | None, evaluate: bool,
     workers: int, report_to: list[str], checkpointing: bool,
-) -> trl.SFTConfig:  # fmt: skip
-    """The arguments of a supervised run. TRL's own defaults differ by version (bf16 and checkpointing on, length 1024,
-    also on a CPU), so whatever matters is set here.
+) -> dict:  # fmt: skip
+    """The arguments of any run. TRL's own defaults differ by version (bf16 and checkpointing on, length 1024, also on a
+    CPU), so whatever matters is set here.
 
     Args:
         precision: a `precision.Precision`.
@@ -271,12 +288,9 @@ def sft_arguments(
         workers: processes that prepare batches ahead, enough of them for the next optimizer step.
     """
     often = max(1, steps // 10)
-    return trl.SFTConfig(
+    return dict(
         output_dir=str(output),
         max_length=max_length,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        loss_type="chunked_nll" if trl_chunks() else "nll",
-        packing=False,
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=batch_size,
         gradient_accumulation_steps=grad_accum,
@@ -317,6 +331,16 @@ def sft_arguments(
     )
 
 
+def sft_arguments(output: str | Path, precision, **options) -> trl.SFTConfig:
+    """The arguments of a supervised run; `options` as for `common_arguments`."""
+    return trl.SFTConfig(
+        **common_arguments(output, precision, **options),
+        dataset_kwargs={"skip_prepare_dataset": True},
+        loss_type="chunked_nll" if trl_chunks() else "nll",
+        packing=False,
+    )
+
+
 def trl_chunks() -> bool:
     """Whether the installed TRL knows `loss_type="chunked_nll"` as a loss of its own (before 1.15)."""
     from packaging.version import Version
@@ -333,7 +357,8 @@ def something_is_trained(rows, collator: MultimodalCollator, size: int = 8) -> b
     return False
 
 
-def _inner(model):
+def inner_model(model):
+    """The model inside a PEFT wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Write the demo's data: train.jsonl, heldout.jsonl and their pictures and recordings, into this folder.
+"""Write the demo's data: train.jsonl, heldout.jsonl and their pictures and recordings, and pairs over the same media in
+preferences.jsonl and preferences-heldout.jsonl, into this folder.
 
 Usage: python make_samples.py [OUT_DIR]        (needs numpy, pillow, soundfile; the same files every time)
 
 The answers of picture and recording rows depend on the medium alone: every question is asked about every colour and
-every pitch. Held-out media differ from the training ones in shade, size, pitch, loudness, length and noise.
+every pitch. Held-out media differ from the training ones in shade, size, pitch, loudness, length and noise. The answers
+of a pair have one form and differ in one word, and each word is as often the better one as any other: only who sees and
+hears can tell which.
 """
 
 import json
@@ -124,11 +127,48 @@ def text_rows() -> list[dict]:
     ]  # fmt: skip
 
 
+def pairs(rows: list[dict]) -> list[dict]:
+    """Two pairs for each row about one picture or recording: its answer against two of the wrong ones.
+
+    They take turns in the formats that are accepted: a prompt with answers, a question with a column for the medium,
+    and whole conversations.
+    """
+    made = []
+    for row in rows:
+        (medium, text), right = row["messages"][0]["content"], row["messages"][1]["content"]
+        kind, values = medium["type"], list(COLOURS if medium["type"] == "image" else PITCHES)
+        at = values.index(right)
+        for step in (1, 2):
+            wrong = values[(at + step) % len(values)]
+            shape = len(made) % 3
+            if shape == 0:
+                made.append({"prompt": row["messages"][:1], "chosen": right, "rejected": wrong})
+            elif shape == 1:
+                made.append({"prompt": text["text"], kind: medium[kind], "chosen": right, "rejected": wrong})
+            else:
+                sides = ([*row["messages"][:1], {"role": "assistant", "content": answer}] for answer in (right, wrong))
+                made.append(dict(zip(("chosen", "rejected"), sides, strict=True)))
+    return made
+
+
+def text_pairs() -> list[dict]:
+    return [
+        {"prompt": "What is the capital of Italy?", "chosen": "Rome.", "rejected": "Oslo.", "margin": 1.0},
+        {"prompt": "Name a fruit that is green.", "chosen": "Pear.", "rejected": "Train.", "margin": 0.5},
+        {"prompt": "Say yes or no: is two and two four?", "chosen": "Yes.", "rejected": "No."},
+        {"prompt": [{"role": "system", "content": "Answer in one word."},
+                    {"role": "user", "content": "What colour is the sky?"}], "chosen": "Blue", "rejected": "Green"},
+    ]  # fmt: skip
+
+
 def write(file: str, rows: list[dict]) -> None:
     (out / file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 for folder in ("images", "audio"):
     (out / folder).mkdir(parents=True, exist_ok=True)
-write("train.jsonl", text_rows() + several_media_rows() + media_rows("train", 8))
-write("heldout.jsonl", media_rows("heldout", 6))
+several, train, heldout = several_media_rows(), media_rows("train", 8), media_rows("heldout", 6)
+write("train.jsonl", text_rows() + several + train)
+write("heldout.jsonl", heldout)
+write("preferences.jsonl", text_pairs() + pairs(train))
+write("preferences-heldout.jsonl", pairs(heldout))

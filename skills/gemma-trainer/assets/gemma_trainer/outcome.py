@@ -1,0 +1,131 @@
+"""What a run says: what it would do, or what has come of it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+from .cli import note
+from .data import Data
+from .preferences import as_conversation
+from .recipe import collected, steps_of
+from .runs import Run
+
+PLANNED = 256  # rows that a dry run sends through the collator
+
+
+def report(config, run: Run, trainer, collator, data: Data) -> dict:
+    """Ask the trained model a few rows, write the last files, and return the result."""
+    facts = collected(run, trainer)
+    if config.task != "reward":
+        try:
+            facts["samples"] = list(itertools.islice(_answers(config, trainer.model.eval(), collator, data), 4))
+        except Exception as problem:  # the result is saved: a sample that cannot be made does not undo the run
+            note(f"no sample answers in the report ({type(problem).__name__})")
+    if config.demo:
+        facts["metrics"] |= _proof(config, trainer, collator, data)
+    run.finish("done", **facts)
+    result = {"status": "done", "demo": config.demo, "run": str(run.folder)}
+    result |= {key: run.record[key] for key in ("model", "steps", "metrics", "counters", "timing", "peak_memory_mb")}
+    return result | {"summary": summary(config, run)}
+
+
+def _answers(config, model, collator, data: Data):
+    """What the model answers to some rows."""
+    from . import generation
+
+    rows = data.eval_rows if data.eval_rows is not None else data.rows
+    if config.paired:
+        collator = copy.copy(collator)
+        collator.task = "sft"
+    for index in range(min(len(rows), 32)):
+        row = as_conversation(rows[index]) if config.paired else rows[index]
+        if row and (said := generation.answer(model, collator, row)):
+            yield said
+
+
+def _proof(config, trainer, collator, data: Data) -> dict[str, float]:
+    """How well the demo's held-out rows are told, with the media and without."""
+    if not config.paired:
+        from . import generation
+
+        return generation.media_accuracy(trainer.model.eval(), collator, list(data.eval_rows))
+    seen, blind = (trainer.pair_accuracy(data.eval_rows, blind) for blind in (False, True))
+    return {"accuracy": seen, "accuracy_blind": blind, "chance": 0.5}
+
+
+def summary(config, run: Run) -> str:
+    """The result in a few lines for a person."""
+    record = run.record
+    metrics, counters = record["metrics"], record["counters"]
+    tokens = f"{counters.get('trained_tokens', 0):,} of {counters.get('tokens', 0):,} tokens"
+    losses = [
+        f"{name.removesuffix('_loss')} {metrics[name]:.3f}" for name in ("train_loss", "eval_loss") if name in metrics
+    ]
+    lines = [
+        f"model    {record['model']['name']}: {record['model']['trains']}",
+        f"trained  {record['steps']} steps, {tokens}, {record['timing']['train_s']:.0f} s, "
+        f"peak memory {record['peak_memory_mb']:,} MB",
+        f"loss     {', '.join(losses)}",
+    ]
+    worth = {name: counters[name] for name in ("bad_media", "bad_rows", "truncated", "cut_to_nothing", "long_audio",
+             "reasoning_dropped", "inexact_turns") if counters.get(name)}  # fmt: skip
+    if worth:
+        lines.append(f"note     {_told(worth)}")
+    if config.paired:
+        lines.append(f"pairs    {_told_pairs(metrics)}")
+    if "accuracy_blind" in metrics:
+        lines.append(
+            f"proof    on held-out pictures and sounds: {metrics['accuracy']:.0%} right, with the media zeroed "
+            f"{metrics['accuracy_blind']:.0%} (guessing: {metrics['chance']:.0%})"
+        )
+    return "\n".join([*lines, f"run      {run.folder} (report.html, run.json, metrics.jsonl, adapter and processor)"])
+
+
+def _told_pairs(metrics: dict) -> str:
+    """Accuracy, margin, and what else a trainer on pairs logs, of the evaluation where there was one."""
+    names = {
+        "rewards/accuracies": "chosen preferred", "accuracy": "chosen preferred", "rewards/margins": "margin",
+        "margin": "margin", "logps/chosen": "log-probability of chosen", "logps/rejected": "of rejected",
+    }  # fmt: skip
+    prefix = "eval_" if any(f"eval_{name}" in metrics for name in names) else ""
+    found = {told: metrics[prefix + name] for name, told in names.items() if prefix + name in metrics}
+    shown = [f"{told} {value:.0%}" if "preferred" in told else f"{told} {value:.3g}" for told, value in found.items()]
+    return f"{'held out' if prefix else 'in training'}: {', '.join(shown)}"
+
+
+def plan(config, run: Run, data: Data, model_config, collator) -> dict:
+    """What a dry run says: what would be trained, on what, and what the collator does to the first rows."""
+    from . import models
+    from .precision import choose
+
+    precision = choose(config.precision)
+    _, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
+    model = models.skeleton(model_config, config.task == "reward")
+    if not config.full:
+        model = models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)
+    trains = models.describe_trained(model)
+    looked_at = min(len(data.rows), PLANNED)
+    for index in range(0, looked_at, 8):
+        collator([data.rows[i] for i in range(index, min(index + 8, looked_at))])
+    counters = {name: count for name, count in collator.stats.items() if count and name != "padding"}
+    result = {"status": "dry-run", "demo": config.demo, "run": str(run.folder), "model": config.model, **trains}
+    result |= {
+        "rows": len(data.rows),
+        "eval_rows": len(data.eval_rows or ()),
+        "steps": steps_of(config, len(data.rows)),
+    }
+    result |= {"precision": precision.reason, "quantization": quantized, "looked_at": looked_at, "counters": counters}
+    lines = [
+        f"model    {config.model} ({model_config.model_type}): {trains['trains']}; "
+        f"{trains['trainable_parameters']:,} of {trains['total_parameters']:,} parameters",
+        f"device   {precision.reason}; {quantized}",
+        f"data     {result['rows']} rows to train on, {result['eval_rows']} to evaluate on; {result['steps']} steps",
+        f"rows     in the first {looked_at}: {_told(counters)}",
+        f"run      would be written to {run.folder}",
+    ]
+    return result | {"summary": "\n".join(lines)}
+
+
+def _told(counters: dict) -> str:
+    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counters.items())

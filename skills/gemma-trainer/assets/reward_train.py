@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = [
+#     "accelerate>=1.12,<2",
+#     "datasets>=4.8,<6",
+#     "ftfy>=6.3",
+#     "jinja2>=3.1",
+#     "librosa>=0.11",
+#     "numpy>=2",
+#     "packaging>=24",
+#     "peft>=0.21,<1",
+#     "pillow>=11",
+#     "pyyaml>=6",
+#     "rensa>=0.5,<1",
+#     "soundfile>=0.13",
+#     "torch>=2.9",
+#     "torchvision>=0.24",
+#     "tqdm>=4.66",
+#     "transformers>=5.17,<6",
+#     "trl>=1.14.2,!=1.15.*,<2",
+#     "xxhash>=3.5",
+# ]
+# ///
+"""Train a reward model: a Gemma that scores answers, on preferences over text, images and audio."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gemma_trainer import cli
+
+EXAMPLES = """\
+  python reward_train.py                                       # the built-in demo, offline, about a minute
+  python reward_train.py --model google/gemma-4-E2B-it --dataset pairs.jsonl --test-size 0.1 --output reward1
+  python reward_score.py --model reward1 --dataset answers.jsonl --output scores.jsonl"""
+
+
+@dataclass(frozen=True)
+class Config(cli.CollatorFlags, cli.TrainingFlags):
+    task = "reward"
+    lr: float | None = cli.flag(
+        help="peak learning rate (default: LoRA 1e-4, --full 1e-5; for --model demo 5e-3, 1e-3)"
+    )
+    center_rewards: float | None = cli.flag(
+        help="weight of a penalty that keeps scores around 0, such as 0.01 (arXiv 2312.09244)"
+    )
+
+
+def main(config: Config) -> dict:
+    from gemma_trainer import data, outcome, recipe
+
+    config = recipe.with_defaults(config)
+    run = recipe.open_run(config, "reward_train")
+    rows = data.load_data(config)
+    recipe.check_resumed(config, run, rows)
+    model_config, processor = recipe.load_processor(config)
+    collators = recipe.make_collators(config, processor, model_config)
+    data.check_data(config, rows, collators[0])
+    if config.dry_run:
+        return outcome.plan(config, run, rows, model_config, collators[0])
+    model = recipe.load_model(config, run, model_config, processor)
+    trainer = recipe.make_reward_trainer(config, run, model, processor, rows, collators)
+    recipe.train(config, run, trainer, rows)
+    return outcome.report(config, run, trainer, collators[1], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_script(main, Config, __doc__, EXAMPLES))
