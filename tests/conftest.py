@@ -86,6 +86,21 @@ def script():
     return run
 
 
+@pytest.fixture(scope="session")
+def preference_runs(tmp_path_factory):
+    """The demo run of dpo_train.py and of reward_train.py: the result, what it told, the folder."""
+    import json
+
+    made = {}
+    for name in ("dpo", "reward"):
+        folder = tmp_path_factory.mktemp(name) / "run"
+        command = [sys.executable, str(ASSETS / f"{name}_train.py"), "--output", str(folder), "--json"]
+        done = subprocess.run([*command, "--eval-steps", "60"], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        made[name] = json.loads(done.stdout), done.stderr, folder
+    return made
+
+
 def trained_runs(tokenizer, batch, line=0):
     """The contiguous runs of trained tokens of one row, decoded."""
     runs, run = [], []

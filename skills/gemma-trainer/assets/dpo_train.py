@@ -24,6 +24,8 @@
 # ///
 """Align a Gemma with preferences over text, images and audio (direct preference optimization)."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import dataclass
 from pathlib import Path

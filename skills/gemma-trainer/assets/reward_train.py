@@ -24,6 +24,8 @@
 # ///
 """Train a reward model: a Gemma that scores answers, on preferences over text, images and audio."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import dataclass
 from pathlib import Path

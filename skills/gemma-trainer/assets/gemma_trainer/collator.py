@@ -168,11 +168,15 @@ class MultimodalCollator:
         for position, raw in enumerate(rows):
             media.append([])
             with contextlib.suppress(RowError):
-                for item in self._items(raw, f"row {position}"):
-                    tokens = [self._tokens_from_header(item.row, medium) for medium in item.row.media]
-                    item.slots = [Slot(Shown(m.kind, tokens=n)) for m, n in zip(item.row.media, tokens, strict=True)]
-                    shown.append(self.renderer.fill(self._render(item.row, item.slots), self._media_texts(item.slots)))
-                    media[-1].append(sum(count - 1 for count in tokens if count is not None))
+                items = self._items(raw, f"row {position}")
+                for row, medium, given in _media_of(items):
+                    medium.tokens = self._tokens_from_header(row, given)
+                for item in items:
+                    self._show(item, None if item is items[0] else items[0])
+                for item in items:
+                    shown.append(self.renderer.fill(item.rendered, self._media_texts(item.slots)))
+                    counts = (slot.medium.tokens for slot in item.slots)
+                    media[-1].append(sum(count - 1 for count in counts if count is not None))
         encoded = iter(self.renderer.encode(shown))
         lengths = [max([len(next(encoded)) + more for more in sides], default=1) for sides in media]
         return [length if self.max_length is None else min(length, self.max_length) for length in lengths]
@@ -306,19 +310,15 @@ class MultimodalCollator:
     def _labelled(self, items: list[Item]) -> Iterator[Labelled | RowError]:
         """The labels of each item, whose `tokens` are set; an error in the place of a row that the template refuses.
 
-        Of pairs both sides come one after the other: where one is shown with thinking on, both are.
+        Of pairs both sides come one after the other.
         """
         errors = {}
         for position, item in enumerate(items):
-            other = items[position - 1] if self.paired and position % 2 else None
             try:
-                item.rendered = self._render(item.row, item.slots)
-                if other and other.rendered and other.rendered.thinking != item.rendered.thinking:
-                    for side in (other, item):
-                        side.rendered = self._render(side.row, side.slots, thinking=True)
+                self._show(item, items[position - 1] if self.paired and position % 2 else None)
             except RowError as problem:
                 errors[position] = problem
-        shown = [item for item in items if item.rendered is not None]
+        shown = [item for position, item in enumerate(items) if position not in errors]
         filled = [self.renderer.fill(item.rendered, self._media_texts(item.slots)) for item in shown]
         encoded = iter(self.renderer.encode(filled))
         for position, item in enumerate(items):
@@ -331,6 +331,13 @@ class MultimodalCollator:
                 yield labelled
             except RowError as problem:
                 yield problem
+
+    def _show(self, item: Item, chosen: Item | None) -> None:
+        """Render an item; where it or the chosen side of its pair is shown with thinking on, both are."""
+        item.rendered = self._render(item.row, item.slots)
+        if chosen and chosen.rendered and chosen.rendered.thinking != item.rendered.thinking:
+            for side in (chosen, item):
+                side.rendered = self._render(side.row, side.slots, thinking=True)
 
     def _render(self, row: Row, slots: list[Slot], thinking: bool = False) -> Rendered:
         """Render a row whose media stand in the template's text in the order of the row."""

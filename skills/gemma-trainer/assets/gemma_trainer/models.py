@@ -218,18 +218,23 @@ def add_lora(model, targets: str, r: int, alpha: int, dropout: float):
     return get_peft_model(model, config)
 
 
+def adapter_config(adapter: str):
+    """The PEFT config of an adapter; raises CannotLoad where there is none."""
+    from peft import PeftConfig
+
+    try:
+        return PeftConfig.from_pretrained(adapter)
+    except Exception as problem:
+        raise CannotLoad(f"{adapter}: no adapter can be loaded ({_first_line(problem)})") from None
+
+
 def base_of(adapter: str) -> str:
     """The base model that an adapter belongs to, as its config names it; where that folder has moved, the one in it.
 
     Raises:
         CannotLoad: no adapter is there.
     """
-    from peft import PeftConfig
-
-    try:
-        base = PeftConfig.from_pretrained(adapter).base_model_name_or_path
-    except Exception as problem:
-        raise CannotLoad(f"--adapter {adapter}: no adapter can be loaded ({_first_line(problem)})") from None
+    base = adapter_config(adapter).base_model_name_or_path
     beside = Path(adapter) / "base-model"
     return str(beside) if not Path(base).is_dir() and beside.is_dir() else base
 
@@ -245,13 +250,32 @@ def load_adapter(model, adapter: str):
 
     try:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-        named = {name.replace(".default.", ".") for name, _ in model.named_parameters()}
+        inside = re.compile(r"(\.modules_to_save)?\.default(?=\.)")
+        named = {inside.sub("", name) for name, _ in model.named_parameters()}
         foreign = [name for name in load_peft_weights(adapter, device="cpu") if name not in named]
     except Exception as problem:
         raise CannotLoad(f"--adapter {adapter} does not fit the model ({_first_line(problem)})") from None
     if foreign:  # PEFT passes them over, and the run would go on from the bare model
         raise CannotLoad(f"--adapter {adapter} does not fit the model: it has no {foreign[0]}")
     return model
+
+
+def load_scorer(name: str, precision):
+    """(model, processor) of a reward model: a run's folder, or a folder or hub id of a whole model.
+
+    Raises:
+        CannotLoad: it is no reward model, or cannot be loaded.
+    """
+    adapted = (Path(name) / "adapter_config.json").is_file()
+    base = base_of(name) if adapted else name
+    config, _ = load_config(base)
+    kinds = [str(adapter_config(name).task_type)] if adapted else config.architectures or []
+    if not any("SEQ_CLS" in kind or "SequenceClassification" in kind for kind in kinds):
+        raise CannotLoad(f"--model {name} has no reward head: give the folder of a run of reward_train.py")
+    model = load_model(base, config, precision.torch_dtype, reward=True)
+    if adapted:
+        model = load_adapter(model, name)
+    return model.to(precision.device).eval(), load_processor(name, config)
 
 
 def describe_trained(model) -> dict:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 
 from .cli import note
 from .data import Data
-from .preferences import as_conversation
+from .errors import RowError
+from .preferences import read_preference
 from .recipe import collected, steps_of
 from .runs import Run
+from .targets import messages_row
 
 PLANNED = 256  # rows that a dry run sends through the collator
 
@@ -39,9 +42,10 @@ def _answers(config, model, collator, data: Data):
         collator = copy.copy(collator)
         collator.task = "sft"
     for index in range(min(len(rows), 32)):
-        row = as_conversation(rows[index]) if config.paired else rows[index]
-        if row and (said := generation.answer(model, collator, row)):
-            yield said
+        with contextlib.suppress(RowError):
+            row = messages_row(read_preference(rows[index]).chosen) if config.paired else rows[index]
+            if said := generation.answer(model, collator, row):
+                yield said
 
 
 def _proof(config, trainer, collator, data: Data) -> dict[str, float]:

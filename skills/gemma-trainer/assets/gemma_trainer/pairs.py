@@ -17,20 +17,14 @@ def pair_items(pair: Preference) -> tuple[Item, Item]:
     return chosen, Item(pair.rejected, [Slot(slot.medium) for slot in chosen.slots[:prompt]] + own)
 
 
-def shorten(chosen: Item, rejected: Item, max_length: int, markers: Markers) -> bool:
+def shorten(chosen: Item, rejected: Item, max_length: int, markers: Markers) -> None:
     """Make a pair fit: the oldest exchanges of the prompt go first, then both answers' tails at the same length.
 
     What stays of the prompt are BOS, the system's words, exchanges with media, and the turn that is answered. Media go
-    whole where the cut of the tail meets them.
-
-    Returns:
-        Whether anything was left out. An answer of which nothing is left has nothing trained.
+    whole where the cut of the tail meets them. An answer of which nothing is left has nothing trained.
     """
-    sides = (chosen, rejected)
+    sides, forgotten = (chosen, rejected), 0
     over = max(item.tokens.shape[1] for item in sides) - max_length
-    if over <= 0:
-        return False
-    forgotten = 0
     for start, stop in _exchanges(chosen, rejected, markers):
         if over <= 0:
             break
@@ -40,18 +34,15 @@ def shorten(chosen: Item, rejected: Item, max_length: int, markers: Markers) -> 
         over -= stop - start
     for item in sides:
         item.cut(max_length)
-    return True
 
 
 def _exchanges(chosen: Item, rejected: Item, markers: Markers) -> list[tuple[int, int]]:
     """The tokens [start, stop) of each exchange of the prompt that may be forgotten, from a user's turn to the next."""
-    ids = chosen.tokens[0]
-    answers = np.flatnonzero(chosen.trained)
+    ids, other = chosen.tokens[0], rejected.tokens[0]
+    both = min(len(ids), len(other))
+    ends = [np.flatnonzero(ids[:both] != other[:both]), *(np.flatnonzero(side.trained) for side in (chosen, rejected))]
     turns = np.flatnonzero(ids == markers.turn_start)
-    turns = turns[turns < answers[0]] if len(answers) else turns[:0]
-    end = int(turns[-1]) if len(turns) else 0  # of what both sides are asked
-    if not np.array_equal(ids[:end], rejected.tokens[0][:end]):
-        return []
+    turns = turns[turns < min([both, *(end[0] for end in ends if len(end))])]  # of what both sides are asked
     header = np.array(markers.user_header)
     users = [at for at in turns.tolist() if np.array_equal(ids[at : at + len(header)], header)]
     first = chosen.row.messages[0]["role"]

@@ -119,7 +119,8 @@ class GemmaDPOTrainer(PairsTrainer, trl.DPOTrainer):
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
         asked = {key: value for key, value in inputs.items() if key != "completion_mask"}
         own = self.model(**asked, labels=labels, fused_lm_head=True).log_probs.sum(1)
-        chosen, rejected = (own - torch.cat(self.compute_ref_log_probs(self.model, inputs))).chunk(2)
+        reference = self.model if self.ref_model is None else self.ref_model
+        chosen, rejected = (own - torch.cat(self.compute_ref_log_probs(reference, inputs))).chunk(2)
         return chosen - rejected
 
     def save_model(self, output_dir=None, _internal_call=False):

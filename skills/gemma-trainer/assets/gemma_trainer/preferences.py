@@ -15,6 +15,7 @@ ACCEPTED_PREFERENCES = (
     "prompt (or messages, conversations, instruction) + chosen + rejected, strings or messages; or chosen and rejected "
     "as whole conversations that begin alike"
 )
+ASKING = ("user", "tool")  # whose messages an answer follows
 HH = re.compile(r"\s*Human:")  # how the strings of HH-RLHF begin
 
 
@@ -57,32 +58,22 @@ def read_preference(raw: Mapping, name: str = "row") -> Preference:
                 code = "wrong_task" if not fields.keys() & {"chosen", "rejected"} else "missing_field"
                 raise Fault(code, f"no {key} answer; accepted: {ACCEPTED_PREFERENCES}")
         chosen, rejected = (_answer(fields[key]) for key in ("chosen", "rejected"))
-        given = read_messages(fields["prompt"], "user") if "prompt" in fields else []
-        prompt = with_system(fields, given) if given else read_request(fields)
+        prompt = read_messages(fields["prompt"], "user") if "prompt" in fields else read_request(fields)
         if any(answer[0]["role"] != "assistant" for answer in (chosen, rejected)):
             prompt, chosen, rejected = _common_prompt(prompt, chosen, rejected)
         if not prompt and any(isinstance(fields[key], str) and HH.match(fields[key]) for key in ("chosen", "rejected")):
             raise Fault("unknown_format", "conversations in one string (HH-RLHF): convert them to preference")
         if not prompt:
             raise Fault("no_common_prompt", f"no prompt; accepted: {ACCEPTED_PREFERENCES}")
-        if prompt[-1]["role"] not in ("user", "tool"):
+        if prompt[-1]["role"] not in ASKING:
             raise Fault("no_common_prompt", "the prompt must end with a message of the user or of a tool")
-        prompt = untrained(prompt)
-        sides = [make_row(name, folder, fields, prompt + answer) for answer in (chosen, rejected)]
-        shared = len(make_row(name, folder, fields, prompt).messages)
+        prompt = with_system(fields, untrained(prompt))
+        asked, *sides = (make_row(name, folder, fields, prompt + answer) for answer in ([], chosen, rejected))
+        shared = len(asked.messages)
+        if any(side.messages[:shared] != asked.messages for side in sides):
+            raise Fault("media_without_placeholder", "media columns, which are the prompt's, with a place in an answer")
         sides[0].margin = _margin(fields.get("margin"))
         return Preference(name, *sides, shared)
-
-
-def as_conversation(raw: Mapping) -> dict:
-    """A preference row as a row with its chosen answer; empty where it has another form."""
-    rest = {
-        key: value for key, value in raw.items() if key not in ("chosen", "rejected", "margin") and value is not None
-    }
-    if "prompt" in rest:
-        return rest | {"completion": raw["chosen"]}
-    whole = isinstance(raw["chosen"], list) and "messages" not in rest and "conversations" not in rest
-    return rest | {"messages": raw["chosen"]} if whole else {}
 
 
 def _answer(value) -> list[dict]:
@@ -91,17 +82,40 @@ def _answer(value) -> list[dict]:
 
 
 def _common_prompt(prompt, chosen, rejected):
-    """(prompt, chosen, rejected) of two whole conversations: their common beginning, up to an answer of each."""
+    """(prompt, chosen, rejected) of two whole conversations: their common beginning, up to an answer of each. What a
+    prompt of their own has before that, the system's words or earlier turns, stays before it."""
     same = 0
-    while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
+    while same < min(len(chosen), len(rejected)) and _alike(chosen[same], rejected[same]):
         same += 1
-    while same and not all(len(side) > same and side[same]["role"] == "assistant" for side in (chosen, rejected)):
+    while same and not _parts_at(same, chosen, rejected):
         same -= 1
     if not same:
         raise Fault("no_common_prompt", "chosen and rejected are conversations without a common beginning")
-    if prompt and not any(message in chosen[:same] for message in prompt):
-        raise Fault("no_common_prompt", "the prompt is not what the chosen and rejected conversations begin with")
-    return chosen[:same], chosen[same:], rejected[same:]
+    common, before = chosen[:same], []
+    if not (_alike(prompt[:same], common) or all(any(_alike(m, other) for other in common) for m in prompt)):
+        joint = next((n for n in range(min(len(prompt), same), 0, -1) if _alike(prompt[-n:], common[:n])), None)
+        if joint is None:
+            raise Fault("no_common_prompt", "the prompt is not what the chosen and rejected conversations begin with")
+        before = prompt[:-joint]
+    return before + common, chosen[same:], rejected[same:]
+
+
+def _parts_at(position: int, chosen: list[dict], rejected: list[dict]) -> bool:
+    """Whether a prompt may end before this position, and an answer of each conversation begin there."""
+    answers = (side[position]["role"] == "assistant" for side in (chosen, rejected) if len(side) > position)
+    return chosen[position - 1]["role"] in ASKING and list(answers) == [True, True]
+
+
+def _alike(one, other) -> bool:
+    """Whether messages, or parts of them, are equal, arrays of pixels or samples included."""
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):  # arrays compare number by number, if they can
+        if isinstance(one, dict) and isinstance(other, dict):
+            return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+        if isinstance(one, list) and isinstance(other, list):
+            return len(one) == len(other) and all(map(_alike, one, other))
+        return getattr(one, "shape", 0) == getattr(other, "shape", 1) and bool((one == other).all())
 
 
 def _margin(value) -> float | None:
@@ -111,6 +125,6 @@ def _margin(value) -> float | None:
         margin = float(value)
     except (TypeError, ValueError, OverflowError):
         margin = math.nan
-    if not math.isfinite(margin):
+    if not abs(margin) < 3e38:  # NaN, or more than a float32 holds
         raise Fault("bad_value", "margin must be a number")
     return margin

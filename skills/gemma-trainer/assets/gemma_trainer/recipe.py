@@ -19,8 +19,16 @@ TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), **{n: (n,) for n in 
 RATES = {"sft": (2e-4, 1e-5, 1e-2, 3e-3), "dpo": (5e-6, 1e-6, 5e-3, 1e-3), "reward": (1e-4, 1e-5, 5e-3, 1e-3)}
 
 
+DPO_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+
+
 def with_defaults(config):
     """Fill in what depends on other flags, and say so where the built-in demo runs."""
+    if config.task == "dpo":
+        _check_losses(config)
     if getattr(config, "adapter", None):
         config = _with_adapter(config)
     if not config.demo and config.model is None:
@@ -48,12 +56,31 @@ def with_defaults(config):
     return dataclasses.replace(config, **chosen)
 
 
+def _check_losses(config) -> None:
+    """Refuse losses that TRL does not know, or that lack what they need (UsageError)."""
+    if unknown := [name for name in config.loss_type if name not in DPO_LOSSES]:
+        raise UsageError(f"--loss-type {unknown[0]}: known are {', '.join(DPO_LOSSES)}")
+    if config.loss_weights and len(config.loss_weights) != len(config.loss_type):
+        raise UsageError(f"--loss-weights: {len(config.loss_weights)} for {len(config.loss_type)} of --loss-type")
+    try:
+        weights = [float(weight) for weight in config.loss_weights]
+    except ValueError:
+        weights = [math.nan]
+    if not all(map(math.isfinite, weights)):
+        raise UsageError("--loss-weights must be numbers")
+    if not 0 <= config.label_smoothing < 0.5:
+        raise UsageError(f"--label-smoothing must be at least 0 and less than 0.5, got {config.label_smoothing}")
+    if "exo_pair" in config.loss_type and not config.label_smoothing:
+        raise UsageError("--loss-type exo_pair needs --label-smoothing, such as 0.001")
+
+
 def _with_adapter(config):
     from . import models
 
     if config.full:
         raise UsageError("--adapter is trained on as an adapter: drop --full")
-    return dataclasses.replace(config, model=config.model or models.base_of(config.adapter))
+    base = models.base_of(config.adapter)
+    return dataclasses.replace(config, model=config.model or base)
 
 
 def open_run(config, script: str) -> Run:
@@ -101,7 +128,7 @@ def make_collators(config, processor, model_config):
     from .collator import MultimodalCollator
 
     options = config.collator_options() | {"modalities": families.modalities(processor, model_config)}
-    options["task"] = "preference" if config.paired else "sft"
+    options["task"] = "preference" if getattr(config, "paired", False) else "sft"  # a check measures each side alone
     return tuple(MultimodalCollator(processor, config.max_len, **options) for _ in range(2))
 
 

@@ -2,10 +2,10 @@
 
 It is the language model's hidden state of the last real token, [H], times the head's weight, [num_labels, H].
 transformers has such classes for Gemma 3 only, which look for the last token that is no padding token and go wrong
-where the padding holds others; ours go by the attention mask. Importing this module makes them what the auto class
-gives, in place of those of Gemma 3, too:
+where the padding holds others; ours go by the attention mask. With this package imported, the auto class gives them,
+in place of those of Gemma 3, too (see auto_class.py):
 
-    import gemma_trainer.reward_model
+    import gemma_trainer
     model = AutoModelForSequenceClassification.from_pretrained("google/gemma-4-E2B-it", num_labels=1)
     rewards = model(**batch).logits  # [B, 1]
 """

@@ -198,18 +198,19 @@ def _lengths(survey: Survey, config) -> dict | None:
 
 def _command(survey: Survey, config) -> str | None:
     """A command line that trains on the data, with a length and a batch size that fit them."""
-    if config.task != "sft" or not config.data:  # the demo's own data are trained on without any flag
+    if not config.data:  # the demo's own data are trained on without any flag
         return None
-    words = [script("sft_train.py"), f"--model {shlex.quote(config.model or 'google/gemma-4-E2B-it')}"]
+    words = [script(f"{config.task}_train.py"), f"--model {shlex.quote(config.model or 'google/gemma-4-E2B-it')}"]
     words.append(f"--dataset {' '.join(map(shlex.quote, survey.names))}")
     held = " ".join(map(shlex.quote, config.eval_dataset))
     words.append(f"--eval-dataset {held}" if held else "--test-size 0.1")
     if survey.tally.longest:
         room = 64 * -(-survey.tally.longest * 5 // 4 // 64)  # a fourth more: rows that were not measured may be longer
         limit = min(config.max_len, room)
-        batch = max(1, min(8, 2 ** int(np.log2(max(1, BATCH_TOKENS / limit)))))
+        row = limit if config.task == "sft" else 2 * limit  # both answers of a pair
+        batch = max(1, min(8, 2 ** int(np.log2(max(1, BATCH_TOKENS / row)))))
         words.append(f"--max-len {limit} --batch-size {batch} --grad-accum {8 // batch}")
-    if survey.evaluation < 1000:
+    if survey.evaluation < 1000 and config.task == "sft":  # preferences are soon learnt by heart
         words.append("--epochs 3")
     return " ".join(words + _options(config))
 

@@ -1,0 +1,87 @@
+"""The steps of reward_score.py: rows, model, scores."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from . import sources
+from .cli import note
+from .demo import SAMPLES
+from .errors import DataError, UsageError
+from .files import user_path
+from .writing import RowsWriter, check_output, refuse_inputs
+
+SHOWN = 5  # rows without a score that are told by name
+
+
+def open_rows(config) -> sources.Rows:
+    """The rows that are to be scored, or the bundled pairs; the output is looked at, too."""
+    if config.model is None:
+        raise UsageError("--model is needed: the run folder of reward_train.py")
+    names = list(config.dataset)
+    if not names:
+        note("No --dataset given: scoring the bundled held-out pairs.")
+        names = [str(SAMPLES / "preferences-heldout.jsonl")]
+    if config.output:
+        check_output(user_path(config.output), config.overwrite)
+        refuse_inputs(names, user_path(config.output))
+    return sources.open_rows(names)
+
+
+def load(config):
+    """(model, collator) of the reward model."""
+    from . import families, models
+    from .collator import MultimodalCollator
+    from .precision import choose
+
+    model, processor = models.load_scorer(config.model, choose(config.precision))
+    modalities = families.modalities(processor, model.config)
+    collator = MultimodalCollator(
+        processor,
+        config.max_len,
+        on_bad_media="skip",
+        modalities=modalities,
+        media_root=config.media_root,
+        allow_remote_media=config.allow_remote_media,
+    )
+    return model, collator
+
+
+def score(config, model, collator, rows) -> dict:
+    """Score all rows, write the scores, and return the result."""
+    from .scoring import score_rows
+
+    read = (row for part in rows.parts for row in part.read(0, len(part)))
+    found, failed, scores, margins = 0, [], [], []
+    with RowsWriter(Path(config.output), config.overwrite) if config.output else contextlib.nullcontext() as writer:
+        for line in score_rows(model, collator, read, config.batch_size):
+            found += 1
+            if writer:
+                writer.write(line)
+            if "error" in line:
+                failed.append(line)
+                continue
+            scores += [value for key, value in line.items() if key != "row"]
+            if "chosen" in line:
+                margins.append(line["chosen"] - line["rejected"])
+        if not scores:
+            first = f". First: {failed[0]['row']}: {failed[0]['error']}" if failed else ""
+            raise DataError(f"none of {found} rows can be scored{first}")
+    mean = sum(scores) / len(scores)
+    result = {"status": "done", "model": config.model, "rows": found, "failed": len(failed), "mean_score": mean}
+    lines = [f"scores   {found - len(failed):,} of {found:,} rows, {mean:.3f} on average"]
+    if margins:
+        right = sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
+        margin = sum(margins) / len(margins)
+        result |= {"pairs": len(margins), "accuracy": right, "margin": margin}
+        told = f"the chosen answer scores higher in {right:.1%}, by {margin:.3f} on average"
+        lines.append(f"pairs    {len(margins):,}: {told}")
+    if failed:
+        named = "; ".join(f"{line['row']}: {line['error']}" for line in failed[:SHOWN])
+        result["problems"] = [f"{line['row']}: {line['error']}" for line in failed[:SHOWN]]
+        lines.append(f"failed   {len(failed):,}: {named}" + (" ..." if len(failed) > SHOWN else ""))
+    if config.output:
+        result["output"] = config.output
+        lines.append(f"written  {config.output}")
+    return result | {"summary": "\n".join(lines)}
