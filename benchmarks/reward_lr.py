@@ -160,7 +160,8 @@ class Bench:
         if way == "lora":
             model = models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)
         args = reward_arguments(
-            folder, precision, center_rewards=None, max_length=config.max_len, batch_size=self.options.batch,
+            folder, precision, center_rewards_coefficient=None, max_length=config.max_len,
+            batch_size=self.options.batch,
             grad_accum=1, lr=rate, epochs=1, max_steps=steps, steps=steps, seed=seed, save_steps=None, eval_steps=None,
             evaluate=False, workers=0, report_to=[], checkpointing=False,
         )  # fmt: skip

@@ -138,6 +138,10 @@ def test_lengths_that_explain_the_preference_are_told(script, tmp_path):
     done = script("reward_train.py", "--model", "demo", "--dataset", data, "--dry-run")
     assert done.returncode == 0 and "chosen is longer in 100% of 24 pairs" in done.stderr, done.stderr
     assert "reward head" in done.stdout
+    done = script(
+        "reward_train.py", "--model", "demo", "--dataset", data, "--dry-run", "--lora-targets", "q_proj|score"
+    )
+    assert done.returncode == 2 and "trained whole" in done.stderr
 
 
 @pytest.mark.parametrize("task", ["dpo", "reward"])

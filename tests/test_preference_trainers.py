@@ -40,7 +40,7 @@ def make(kind, folder, processor, model=None, rows=TRAIN, held=None, steps=1, ow
     options_of = {"task": "preference", "modalities": families.modalities(processor, model.config)}
     collators = [MultimodalCollator(processor, 2048, **options_of) for _ in range(2)]
     special = {"dpo": dict(beta=0.1, loss_type=["sigmoid"], loss_weights=None, label_smoothing=0.0),
-               "reward": dict(center_rewards=None)}[kind]  # fmt: skip
+               "reward": dict(center_rewards_coefficient=None)}[kind]  # fmt: skip
     special |= {key: options.pop(key) for key in list(options) if key in special}
     arguments = {"dpo": dpo_arguments, "reward": reward_arguments}[kind]
     args = arguments(
@@ -163,7 +163,7 @@ def test_a_batch_whose_pairs_were_all_left_out_teaches_nothing(kind, processor, 
 
 def test_margins_and_centering_are_part_of_the_reward_loss(processor, tmp_path):
     rows = [{"prompt": "Name a fruit.", "chosen": "Pear", "rejected": "Train", "margin": 2.0}]
-    trainer = make("reward", tmp_path, processor, center_rewards=0.5)
+    trainer = make("reward", tmp_path, processor, center_rewards_coefficient=0.5)
     batch = trainer.data_collator(rows)
     chosen, rejected = trainer.model(**batch).logits.squeeze(-1)
     wanted = -torch.nn.functional.logsigmoid(chosen - rejected - 2.0) + 0.5 * (chosen + rejected) ** 2

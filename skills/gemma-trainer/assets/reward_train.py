@@ -46,7 +46,7 @@ class Config(cli.CollatorFlags, cli.TrainingFlags):
     lr: float | None = cli.flag(
         help="peak learning rate (default: LoRA 1e-4, --full 1e-5; for --model demo 5e-3, 1e-3)"
     )
-    center_rewards: float | None = cli.flag(
+    center_rewards_coefficient: float | None = cli.flag(
         help="weight of a penalty that keeps scores around 0, such as 0.01 (arXiv 2312.09244)"
     )
 

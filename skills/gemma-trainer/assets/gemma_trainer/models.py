@@ -166,6 +166,8 @@ def lora_modules(model, targets: str) -> str | list[str]:
         raise UsageError(f"--lora-targets {targets} matches no linear layer; near names: {_near_names(linear, wanted)}")
     if any(model.get_submodule(name) is model.get_output_embeddings() for name in found):
         raise UsageError("--lora-targets matches the output head, which is tied to the embeddings: leave it out")
+    if "score" in found:
+        raise UsageError("--lora-targets matches the reward head, which is trained whole: leave it out")
     return found
 
 

@@ -157,10 +157,10 @@ def dpo_arguments(output, precision, *, beta: float, loss_type: list[str], loss_
     )
 
 
-def reward_arguments(output, precision, *, center_rewards: float | None, **options) -> trl.RewardConfig:
+def reward_arguments(output, precision, *, center_rewards_coefficient: float | None, **options) -> trl.RewardConfig:
     """The arguments of a reward run; the others as for `trainers.common_arguments`."""
     return trl.RewardConfig(
         **common_arguments(output, precision, **options),
-        center_rewards_coefficient=center_rewards,
+        center_rewards_coefficient=center_rewards_coefficient,
         disable_dropout=False,
     )

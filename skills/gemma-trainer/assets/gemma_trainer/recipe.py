@@ -217,7 +217,9 @@ def make_reward_trainer(config, run: Run, model, processor, data: Data, collator
     """The trainer of a reward model."""
     from .preference_trainers import GemmaRewardTrainer, reward_arguments
 
-    args = reward_arguments(run.folder, **_options(config, data), center_rewards=config.center_rewards)
+    args = reward_arguments(
+        run.folder, **_options(config, data), center_rewards_coefficient=config.center_rewards_coefficient
+    )
     return _make(GemmaRewardTrainer, args, config, run, model, processor, data, collators)
 
 
