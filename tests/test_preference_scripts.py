@@ -24,7 +24,7 @@ def test_the_demo_proves_that_media_decide(preference_runs, name):
     result, told, folder = preference_runs[name]
     assert "built-in demo" in told.splitlines()[0] and result["demo"] is True
     metrics = result["metrics"]
-    assert metrics["accuracy"] >= 0.9 and 0.4 <= metrics["accuracy_blind"] <= 0.6
+    assert metrics["proof_accuracy"] >= 0.9 and 0.4 <= metrics["proof_accuracy_blind"] <= 0.6
     files = {path.name for path in folder.iterdir()}
     assert {"adapter_model.safetensors", "processor_config.json", "chat_template.jinja", "run.json", "metrics.jsonl",
             "report.html", "base-model", "checkpoint-120"} <= files and "ref" not in files  # fmt: skip
@@ -40,7 +40,7 @@ def test_a_reward_run_scores_in_a_new_process_and_so_does_the_merged_model(prefe
     done = script("reward_score.py", "--model", folder, "--output", tmp_path / "scores.jsonl", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["pairs"] == 84 and told["accuracy"] == pytest.approx(result["metrics"]["accuracy"], abs=0.013)
+    assert told["pairs"] == 84 and told["accuracy"] == pytest.approx(result["metrics"]["proof_accuracy"], abs=0.013)
     scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
     assert scores[0]["row"] == "preferences-heldout.jsonl:1" and len(scores) == 84
     model, processor = models.load_scorer(str(folder), precision.choose("fp32", "cpu"))
@@ -149,3 +149,21 @@ def test_check_passes_the_bundled_pairs(script, task):
     done = script("dataset_prep.py", "check", SAMPLES / "preferences.jsonl", "--eval-dataset", HELD, "--task", task,
                   "--model", "demo", "--json")  # fmt: skip
     assert done.returncode == 0 and json.loads(done.stdout)["verdict"] == "READY", done.stderr
+
+
+def test_a_run_does_not_remove_what_it_begins_with(preference_runs, script, tmp_path):
+    folder, data = preference_runs["dpo"][2], write(tmp_path / "pairs.jsonl", PAIRS)
+    for name, flags in (("adapter", [folder]), ("model", [folder / "base-model"])):
+        command = ["dpo_train.py", f"--{name}", *flags, "--dataset", data, "--output", folder, "--overwrite"]
+        done = script(*command)
+        assert done.returncode == 2 and f"--{name} that the run begins with" in done.stderr, done.stderr
+    other = script("reward_train.py", "--model", "demo", "--dataset", data, "--output", folder, "--resume")
+    assert other.returncode == 2 and "dpo_train.py" in other.stderr
+
+
+def test_a_reward_adapter_is_no_adapter_to_go_on_from_and_brings_its_own_shape(preference_runs, script, tmp_path):
+    data = write(tmp_path / "pairs.jsonl", PAIRS)
+    done = script("dpo_train.py", "--adapter", preference_runs["reward"][2], "--dataset", data)
+    assert done.returncode == 2 and "is a reward model" in done.stderr
+    done = script("dpo_train.py", "--adapter", preference_runs["dpo"][2], "--dataset", data, "--lora-r", "4")
+    assert done.returncode == 2 and "--lora-r" in done.stderr

@@ -161,6 +161,22 @@ def test_a_batch_whose_pairs_were_all_left_out_teaches_nothing(kind, processor, 
     assert not any(trainer._metrics["train"].values())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_pair_of_a_step_weighs_the_same(kind, processor, tmp_path):
+    """Two batches, of which one has lost two of its three pairs, give the gradient of the four pairs together."""
+    bad = {"prompt": "Which?", "image": "absent.png", "chosen": "red", "rejected": "blue"}
+    rows = [FEW[0], FEW[5], FEW[9], FEW[13]]
+    norms = []
+    for some, size, accumulate in (([*rows[:3], rows[3], bad, bad], 3, 2), (rows, 4, 1)):
+        trainer = make(kind, tmp_path / str(size), processor, rows=some, batch_size=size, grad_accum=accumulate)
+        trainer.max_bad_media = 1.0
+        trainer.sampler = torch.utils.data.SequentialSampler(some)
+        trainer.sampler.set_epoch, trainer.sampler.lengths = lambda _: None, np.zeros(0)
+        trainer.train()
+        norms.append([(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e][0])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
 def test_margins_and_centering_are_part_of_the_reward_loss(processor, tmp_path):
     rows = [{"prompt": "Name a fruit.", "chosen": "Pear", "rejected": "Train", "margin": 2.0}]
     trainer = make("reward", tmp_path, processor, center_rewards_coefficient=0.5)
@@ -207,12 +223,21 @@ def test_every_family_learns_from_pairs(name, kind, tmp_path, media):
 # ---- resuming, saving, telling
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "dpo from an adapter"])
 def test_a_resumed_run_ends_as_an_unbroken_one(kind, processor, tmp_path):
-    options = dict(rows=FEW, batch_size=4, steps=8, save_steps=4)
-    whole = make(kind, tmp_path / "run", processor, **options)
+    kind, _, adapter = kind.partition(" ")
+    options = dict(rows=FEW, batch_size=4, steps=8, save_steps=4, own_reference=not adapter)
+
+    def begun():
+        if not adapter:
+            return None
+        model = models.add_lora(demo.make_model(processor.tokenizer), "language", 4, 8, 0.0)
+        shake(model)
+        return model
+
+    whole = make(kind, tmp_path / "run", processor, begun(), **options)
     whole.train()
-    again = make(kind, tmp_path / "run", processor, **options)
+    again = make(kind, tmp_path / "run", processor, begun(), **options)
     again.train(resume_from_checkpoint=str(trainers.checkpoints(tmp_path / "run")[0]))
     for (name, one), (_, other) in zip(whole.model.named_parameters(), again.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name

@@ -1,9 +1,12 @@
 """A run's folder: claimed by one run, cleared of a run's own files only, readable after a crash."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
+from conftest import ASSETS
 from gemma_trainer.errors import EnvironmentUnfit, UsageError
 from gemma_trainer.runs import Run
 
@@ -47,3 +50,17 @@ def test_folders_that_cannot_be_used(tmp_path):
         Run("sft_train", str(tmp_path / ("x" * 300)))
     with pytest.raises(UsageError, match="there is no run in"):
         Run("sft_train", str(tmp_path / "absent"), resume=True)
+
+
+def test_a_folder_in_use_is_refused_and_numbers_that_json_lacks_are_words(tmp_path):
+    first = Run("sft_train", str(tmp_path / "run"))
+    first.open()
+    first.save_record(metrics={"loss": float("nan"), "list": [float("inf"), 1.0]})
+    text = (tmp_path / "run" / "run.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["metrics"] == {"loss": "nan", "list": ["inf", 1.0]}
+    code = f"from gemma_trainer.runs import Run; Run('sft_train', {str(tmp_path / 'run')!r}, overwrite=True).open()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ASSETS, capture_output=True, text=True)
+    assert "is in use by a run" in done.stderr and (tmp_path / "run" / "run.json").exists()
+    (tmp_path / "run" / "run.json").write_text("{")
+    with pytest.raises(UsageError, match="damaged"):
+        Run("sft_train", str(tmp_path / "run"), resume=True)

@@ -46,11 +46,11 @@ class Config(cli.CollatorFlags, cli.PolicyFlags):
     lr: float | None = cli.flag(
         help="peak learning rate (default: LoRA 5e-6, --full 1e-6; for --model demo 5e-3, 1e-3)"
     )
-    beta: float = cli.flag(0.1, "how closely the model is held to the reference")
+    beta: float = cli.flag(0.1, "how closely the model is held to the reference: more is closer")
     loss_type: tuple[str, ...] = cli.flag(
         (), "losses of TRL, such as sigmoid (the default), ipo, hinge, robust, apo_zero, sigmoid_norm, or several"
     )
-    loss_weights: tuple[str, ...] = cli.flag((), "a weight for each of several losses (default: 1)")
+    loss_weights: tuple[str, ...] = cli.flag((), "a number for each of several losses, its weight (default: 1)")
     label_smoothing: float = cli.flag(
         0.0, "share of pairs that may be the wrong way round (exo_pair and robust need it)"
     )

@@ -115,14 +115,16 @@ class CollatorFlags:
     thinking: str = flag("auto", "the template's thinking switch; auto: for rows with reasoning", ("auto", "on", "off"))
     on_bad_media: str = flag(
         "placeholder",
-        "an unreadable image or clip: keep its row as untrained context, leave the row out, or stop",
+        "an unreadable image or clip: keep its row as untrained context (leave a pair out), leave the row out, or stop",
         ("placeholder", "skip", "error"),
     )
     max_bad_media: float = flag(0.05, "stop when more of the media (or rows) read so far are unreadable")
     long_audio: str = flag(
         "cut", "a clip longer than the model hears: cut it, or treat it as unreadable", ("cut", "refuse")
     )
-    truncation: str = flag("cut", "a row over --max-len: cut its end, or stop", ("cut", "error"))
+    truncation: str = flag(
+        "cut", "a row over --max-len: cut its end (of pairs the prompt's oldest turns first), or stop", ("cut", "error")
+    )
     placeholders: str = flag(
         "rows",
         "masked zero media: for each row without audio in a batch with audio, only where the model needs them, "
@@ -221,7 +223,8 @@ def _check_ranges(values: dict) -> None:
         raise UsageError(f"--beta must be more than 0, got {values['beta']}")
     for name in ("test_size", "lora_dropout", "max_bad_media"):
         if values.get(name) is not None and not 0 <= values[name] <= (1 if name == "max_bad_media" else 0.99):
-            raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and 1, got {values[name]}")
+            top = 1 if name == "max_bad_media" else 0.99
+            raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and {top}, got {values[name]}")
     for name, top in (("num_workers", 1024), ("seed", 2**32 - 1)):
         if values.get(name) is not None and not 0 <= values[name] <= top:
             raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and {top}, got {values[name]}")

@@ -125,6 +125,8 @@ def check_data(config, data: Data, collator) -> None:
             f"nothing to train: none of {len(data.rows)} rows has {wanted} within --max-len {config.max_len} "
             f"({_untrained_reason(collator.stats)})"
         )
+    if data.eval_rows is not None and not something_is_trained(data.eval_rows, collator):
+        raise DataError(f"nothing to evaluate on: no answer in {len(data.eval_rows)} evaluation rows can be used")
     collator.stats.reset()
 
 

@@ -36,8 +36,8 @@ KINDS: dict[str, Kind] = {
                            "--map user=... assistant=...", CONVERT),
     "media_folder": Kind(ERROR, "rows of a folder of media", "convert them: the files that they name are their media",
                          CONVERT),
-    "wrong_task": Kind(ERROR, "rows for another task", "preference rows are for dpo and reward, others for sft; "
-                       "tables: convert with --map prompt=... chosen=... rejected=...", CONVERT),
+    "wrong_task": Kind(ERROR, "rows for another task", "check preference rows with --task dpo or --task reward, "
+                       "others without; tables: convert with --map prompt=... chosen=... rejected=...", CONVERT),
     "missing_field": Kind(ERROR, "rows without a field they need", "fill the field, or leave the rows out", FIX),
     "wrong_type": Kind(ERROR, "fields of a wrong type", "see the reason; rows must be built as the formats say", FIX),
     "bad_value": Kind(ERROR, "fields with a value that they cannot have", "see the reason for what is possible", FIX),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 from .rows import Row, read_row
+from .slots import media_in
 
 
 def expected_answer(row: Row) -> str:
@@ -31,6 +32,8 @@ def answer(model, collator, raw: dict, max_new_tokens: int = 64, blind: bool = F
 
     row = read_row(raw)
     if not row.messages or row.messages[-1]["role"] != "assistant" or row.messages[-1].get("tool_calls"):
+        return None
+    if media_in(row.messages[-1]):  # whose pixels would have no place in the prompt
         return None
     collator = copy.copy(collator)
     collator.placeholders = "needed"  # a zero image's token would stand behind the prompt

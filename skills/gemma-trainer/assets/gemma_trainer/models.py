@@ -91,7 +91,9 @@ def load_model(name: str, config, dtype, quantize: bool = False, reward: bool = 
         options["device_map"] = "auto"  # one process, several GPUs: the model is spread over them
     try:
         return model_class.from_pretrained(name, config=config, **options)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as problem:
+        if isinstance(problem, RuntimeError) and "memory" in str(problem):
+            raise
         raise CannotLoad(_advice(name, problem)) from None
 
 

@@ -55,7 +55,7 @@ def _proof(config, trainer, collator, data: Data) -> dict[str, float]:
 
         return generation.media_accuracy(trainer.model.eval(), collator, list(data.eval_rows))
     seen, blind = (trainer.pair_accuracy(data.eval_rows, blind) for blind in (False, True))
-    return {"accuracy": seen, "accuracy_blind": blind, "chance": 0.5}
+    return {"proof_accuracy": seen, "proof_accuracy_blind": blind, "chance": 0.5}
 
 
 def summary(config, run: Run) -> str:
@@ -78,10 +78,11 @@ def summary(config, run: Run) -> str:
         lines.append(f"note     {_told(worth)}")
     if config.paired:
         lines.append(f"pairs    {_told_pairs(metrics)}")
-    if "accuracy_blind" in metrics:
+    if "chance" in metrics:
+        seen, blind = (metrics[f"{'proof_' if config.paired else ''}accuracy{end}"] for end in ("", "_blind"))
         lines.append(
-            f"proof    on held-out pictures and sounds: {metrics['accuracy']:.0%} right, with the media zeroed "
-            f"{metrics['accuracy_blind']:.0%} (guessing: {metrics['chance']:.0%})"
+            f"proof    on held-out pictures and sounds: {seen:.0%} right, with the media zeroed "
+            f"{blind:.0%} (guessing: {metrics['chance']:.0%})"
         )
     return "\n".join([*lines, f"run      {run.folder} (report.html, run.json, metrics.jsonl, adapter and processor)"])
 

@@ -18,7 +18,10 @@ SPEAKS = 0.01  # probability of an answer's end, below which a model was not tun
 
 
 class PairsTrainer(RowsTrainer):
-    """What both trainers on pairs share: the data are taken as they are, and an empty batch has loss 0."""
+    """What both trainers on pairs share: the data are taken as they are, each pair weighs the same, and an empty batch
+    has loss 0."""
+
+    _pairs = _batches = 0  # of the optimizer step
 
     def _prepare_dataset(self, dataset, *args, **kwargs):
         return dataset  # the collator reads the rows
@@ -26,10 +29,18 @@ class PairsTrainer(RowsTrainer):
     def weight_of(self, inputs) -> int:
         return int(inputs["completion_mask"].any(1).sum()) // 2
 
+    def get_batch_samples(self, *args, **kwargs):
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        self._pairs, self._batches = sum(map(self.weight_of, batches)), len(batches)
+        return batches, items
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The mean over the pairs of an optimizer step, of which some batches have fewer than others."""
         inputs = dict(inputs)
-        if inputs["completion_mask"].any():
-            return self.pair_loss(model, inputs, return_outputs, num_items_in_batch)
+        if pairs := self.weight_of(inputs):
+            result = self.pair_loss(model, inputs, return_outputs, num_items_in_batch)
+            share = pairs * self._batches / self._pairs if self.model.training and self._pairs else 1.0
+            return (result[0] * share, result[1]) if return_outputs else result * share
         # All pairs were left out. The model is asked nevertheless: other ranks wait for it. Nothing is learnt from it.
         metrics = self._metrics["train" if self.model.training else "eval"]
         before = {name: list(values) for name, values in metrics.items()}
@@ -101,7 +112,7 @@ class GemmaDPOTrainer(PairsTrainer, trl.DPOTrainer):
             return ""
         return (
             f"the model ends its turn behind a chosen answer with a probability of {chance:.1g}: it was hardly tuned "
-            "on this format. Train it with sft_train.py first, and go on with --adapter"
+            "on this format. Train it with sft_train.py first, or for longer, and go on with --adapter"
         )
 
     def _get_per_token_logps_and_entropies(self, model, model_kwargs, input_ids, completion_mask):
@@ -123,11 +134,11 @@ class GemmaDPOTrainer(PairsTrainer, trl.DPOTrainer):
         chosen, rejected = (own - torch.cat(self.compute_ref_log_probs(reference, inputs))).chunk(2)
         return chosen - rejected
 
-    def save_model(self, output_dir=None, _internal_call=False):
-        """Save the adapter in training; the one that it began as goes into checkpoints alone."""
-        super().save_model(output_dir, _internal_call)
-        if not _internal_call:
-            shutil.rmtree(Path(output_dir or self.args.output_dir) / "ref", ignore_errors=True)
+    def _save(self, output_dir=None, state_dict=None):
+        """Save the adapter in training alone: a resumed run takes the one that it began as from where the first did,
+        and transformers, where a checkpoint holds others too, loads nothing but those."""
+        super()._save(output_dir, state_dict)
+        shutil.rmtree(Path(output_dir or self.args.output_dir) / "ref", ignore_errors=True)
 
 
 class GemmaRewardTrainer(PairsTrainer, trl.RewardTrainer):

@@ -56,8 +56,9 @@ def read_preference(raw: Mapping, name: str = "row") -> Preference:
         for key in ("chosen", "rejected"):
             if key not in fields:
                 code = "wrong_task" if not fields.keys() & {"chosen", "rejected"} else "missing_field"
-                raise Fault(code, f"no {key} answer; accepted: {ACCEPTED_PREFERENCES}")
-        chosen, rejected = (_answer(fields[key]) for key in ("chosen", "rejected"))
+                others = " (rows without any are for sft_train.py)" * (code == "wrong_task")
+                raise Fault(code, f"no {key} answer{others}; accepted: {ACCEPTED_PREFERENCES}")
+        chosen, rejected = (_answer(fields[key], key) for key in ("chosen", "rejected"))
         prompt = read_messages(fields["prompt"], "user") if "prompt" in fields else read_request(fields)
         if any(answer[0]["role"] != "assistant" for answer in (chosen, rejected)):
             prompt, chosen, rejected = _common_prompt(prompt, chosen, rejected)
@@ -76,8 +77,10 @@ def read_preference(raw: Mapping, name: str = "row") -> Preference:
         return Preference(name, *sides, shared)
 
 
-def _answer(value) -> list[dict]:
+def _answer(value, key: str) -> list[dict]:
     """An answer as messages: a string, one message, or a list of them."""
+    if not isinstance(value, str | Mapping) and not (isinstance(value, list) and value):
+        raise Fault("missing_field", f"{key} must be a string or a list with at least one message")
     return read_messages([value] if isinstance(value, Mapping) else value, "assistant")
 
 

@@ -14,10 +14,17 @@ from .data import Data
 from .errors import EnvironmentUnfit, Interrupted, TrainerError, UsageError
 from .runs import Run, checkpoint_bytes, versions
 
-TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), **{n: (n,) for n in ("wandb", "mlflow", "trackio")}}
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX")} | {
+    name: (name,) for name in "wandb mlflow trackio comet_ml swanlab clearml neptune dvclive codecarbon".split()
+}
 # Peak learning rates: of LoRA, of full fine-tuning, and of both for the tiny demo model.
 RATES = {"sft": (2e-4, 1e-5, 1e-2, 3e-3), "dpo": (5e-6, 1e-6, 5e-3, 1e-3), "reward": (1e-4, 1e-5, 5e-3, 1e-3)}
 
+
+# What a resumed run must not change: what is trained, and for what; and what it may, and is told.
+FIXED = """model adapter full quantize lora_r lora_alpha lora_targets beta loss_type loss_weights label_smoothing
+center_rewards_coefficient""".split()
+CHANGED = "lr seed batch_size grad_accum max_len precision loss_on train_reasoning thinking truncation".split()
 
 DPO_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
@@ -33,7 +40,9 @@ def with_defaults(config):
         config = _with_adapter(config)
     if not config.demo and config.model is None:
         raise UsageError("--dataset needs --model: a hub id such as google/gemma-4-E2B-it, a folder, or demo")
-    for tracker in set(config.report_to) & set(TRACKERS):
+    for tracker in set(config.report_to) - {"none"}:
+        if tracker not in TRACKERS:
+            raise UsageError(f"--report-to {tracker}: known are {', '.join(TRACKERS)}")
         if not any(map(find_spec, TRACKERS[tracker])):
             raise EnvironmentUnfit(f"--report-to {tracker} needs a package: pip install {TRACKERS[tracker][0]}")
     if config.backend == "unsloth":
@@ -79,24 +88,43 @@ def _with_adapter(config):
 
     if config.full:
         raise UsageError("--adapter is trained on as an adapter: drop --full")
-    base = models.base_of(config.adapter)
-    return dataclasses.replace(config, model=config.model or base)
+    base, found = models.base_of(config.adapter), models.adapter_config(config.adapter)
+    if str(found.task_type).endswith("SEQ_CLS"):
+        raise UsageError(
+            f"--adapter {config.adapter} is a reward model, which does not speak: give a run of sft_train.py"
+        )
+    own = {field.name: field.default for field in dataclasses.fields(config) if field.name.startswith("lora_")}
+    for name in (name for name, default in own.items() if getattr(config, name) != default):
+        raise UsageError(f"--{name.replace('_', '-')}: --adapter brings its own: drop the flag")
+    shape = {"lora_r": found.r, "lora_alpha": found.lora_alpha, "lora_dropout": found.lora_dropout}
+    return dataclasses.replace(config, model=config.model or base, **shape)
 
 
 def open_run(config, script: str) -> Run:
     """The run with its folder, refused where the folder is in use (see `runs.Run`)."""
-    return Run(script, config.output, config.overwrite, config.resume)
+    run = Run(script, config.output, config.overwrite, config.resume)
+    for flag in ("adapter", "model") if config.overwrite and not config.resume else ():
+        name = getattr(config, flag, None)
+        if name and Path(name).is_dir() and Path(name).resolve().is_relative_to(run.folder.resolve()):
+            raise UsageError(f"--overwrite would remove the --{flag} that the run begins with: choose another --output")
+    return run
 
 
 def check_resumed(config, run: Run, data: Data) -> None:
     """Refuse to resume what is finished, or was begun with other flags (UsageError)."""
     if not config.resume:
         return
+    if (script := run.previous.get("script", run.script)) != run.script:
+        raise UsageError(f"--resume: the run in {run.folder} is one of {script}.py")
     steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
-    for name in ("model", "adapter", "full", "quantize", "lora_r", "lora_alpha", "lora_targets"):
-        if name in before and before[name] != (now := getattr(config, name)):
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"--resume: the run in {run.folder} was begun with {flag} {before[name]}, not {now}")
+    now = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}
+    other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
+    for name in FIXED:
+        if name in other:
+            told = f"{other[name]} {before[name]}, not {now[name]}"
+            raise UsageError(f"--resume: the run in {run.folder} was begun with {told}")
+    if told := [f"{flag} {now[name]} (before: {before[name]})" for name, flag in other.items() if name in CHANGED]:
+        note(f"going on with other flags: {', '.join(told)}")
     known = run.previous.get("data", {}).get("fingerprint")
     if known and known != sources.fingerprint(data.names, len(data.rows)):
         raise UsageError(f"--resume: the data are not those that the run in {run.folder} was begun with")

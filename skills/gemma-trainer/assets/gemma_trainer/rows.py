@@ -178,7 +178,7 @@ def _conversation(fields: dict) -> tuple[list[dict], str | None]:
         text = None if turns else fields["text"].removeprefix("<bos>").removesuffix("<eos>")
         return [_message({"role": role, "content": said}) for role, said in turns], text
     if "chosen" in fields or "rejected" in fields:
-        raise Fault("wrong_task", "a preference row (chosen / rejected) cannot be used for supervised fine-tuning")
+        raise Fault("wrong_task", "a preference row (chosen / rejected), which is for dpo_train.py and reward_train.py")
     if "prompt" in fields or "completion" in fields:
         there, absent = ("prompt", "completion") if "prompt" in fields else ("completion", "prompt")
         raise Fault("missing_field", f"{there} without its {absent}")

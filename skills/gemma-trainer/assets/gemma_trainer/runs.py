@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import errno
 import json
+import math
 import os
 import platform
 import resource
@@ -15,6 +16,11 @@ import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 from .errors import EnvironmentUnfit, UsageError
 from .files import user_path, usual_mode, write_whole
@@ -51,7 +57,7 @@ class Run:
             self._check_folder(output)
         except OSError as problem:  # a name too long, say
             raise UsageError(f"--output cannot be used ({problem.strerror})") from None
-        self.previous: dict = json.loads((self.folder / "run.json").read_text(encoding="utf-8")) if resume else {}
+        self.previous: dict = self._previous() if resume else {}
         self.record = dict(self.previous)
 
     def _default_folder(self, number: int = 1) -> Path:
@@ -75,6 +81,26 @@ class Run:
                 f"--output {self.folder} holds a run already: add --resume or --overwrite, or choose another"
             )
 
+    def _previous(self) -> dict:
+        try:
+            return json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
+        except ValueError:
+            raise UsageError(f"--resume: {self.folder / 'run.json'} is damaged: begin anew with --overwrite") from None
+
+    def _lock(self) -> None:
+        """Keep other runs out of the folder, until this process ends."""
+        if fcntl is None or int(os.environ.get("RANK", 0)):  # the ranks of a run share it
+            return
+        self._held = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"--output {self.folder} is in use by a run that is not finished: choose another"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+
     def open(self, needed_bytes: int = 0) -> None:
         """Make the folder ready; only now is an old run in it removed (with `overwrite`).
 
@@ -94,6 +120,7 @@ class Run:
                 raise PermissionError(errno.EACCES, "not writable")
         except OSError as problem:
             raise EnvironmentUnfit(f"--output {self.folder} cannot be made ({problem.strerror})") from None
+        self._lock()
         free = shutil.disk_usage(self.folder).free
         if free < needed_bytes:
             raise EnvironmentUnfit(
@@ -110,7 +137,8 @@ class Run:
     def save_record(self, **facts) -> None:
         """Add facts to `run.json` and write it."""
         self.record |= facts
-        lines = (f" {json.dumps(key)}: {json.dumps(value, default=str)}" for key, value in self.record.items())
+        record = finite(self.record).items()
+        lines = (f" {json.dumps(key)}: {json.dumps(value, default=str)}" for key, value in record)
         write_whole(self.folder / "run.json", "{\n" + ",\n".join(lines) + "\n}\n")
 
     def finish(self, status: str, **facts) -> None:
@@ -148,6 +176,15 @@ class Run:
         import torch
 
         return round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else 0
+
+
+def finite(value):
+    """A value with the numbers that JSON has no form for, NaN and infinity, as strings."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _entry(line: str) -> dict:

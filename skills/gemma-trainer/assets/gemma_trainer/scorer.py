@@ -24,6 +24,8 @@ def open_rows(config) -> sources.Rows:
         note("No --dataset given: scoring the bundled held-out pairs.")
         names = [str(SAMPLES / "preferences-heldout.jsonl")]
     if config.output:
+        if Path(config.output).suffix.lower() != ".jsonl":
+            raise UsageError(f"--output {config.output}: the name must end in .jsonl")
         check_output(user_path(config.output), config.overwrite)
         refuse_inputs(names, user_path(config.output))
     return sources.open_rows(names)
@@ -77,6 +79,12 @@ def score(config, model, collator, rows) -> dict:
         result |= {"pairs": len(margins), "accuracy": right, "margin": margin}
         told = f"the chosen answer scores higher in {right:.1%}, by {margin:.3f} on average"
         lines.append(f"pairs    {len(margins):,}: {told}")
+    if cut := collator.stats["truncated"]:
+        result |= {"truncated": cut, "cut_to_nothing": collator.stats["cut_to_nothing"]}
+        lost = f", {collator.stats['cut_to_nothing']:,} of them before their answer" * bool(
+            collator.stats["cut_to_nothing"]
+        )
+        lines.append(f"cut      {cut:,} answers were longer than --max-len{lost}: raise it")
     if failed:
         named = "; ".join(f"{line['row']}: {line['error']}" for line in failed[:SHOWN])
         result["problems"] = [f"{line['row']}: {line['error']}" for line in failed[:SHOWN]]

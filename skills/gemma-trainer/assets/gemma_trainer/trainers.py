@@ -16,7 +16,7 @@ import trl
 
 from .batching import LengthGroupedSampler
 from .collator import Batch, MultimodalCollator
-from .errors import DataError
+from .errors import CannotLoad, DataError
 from .files import write_whole
 from .losses import trl_scores_trained_only, use_chunked_loss
 from .stats import add_counts
@@ -202,7 +202,13 @@ class RowsTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         """Where the trainer takes up a checkpoint's state, take up what was collected before it, too."""
-        super()._load_optimizer_and_scheduler(checkpoint)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except Exception as problem:
+            if checkpoint is None:
+                raise
+            told = f"{checkpoint} is damaged ({type(problem).__name__})"
+            raise CannotLoad(f"{told}: remove it, and --resume goes on from the one before") from None
         if checkpoint is None:
             return
         if (path := Path(checkpoint) / COLLECTED).is_file():

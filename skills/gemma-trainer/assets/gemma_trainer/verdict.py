@@ -160,7 +160,7 @@ def _told(code: str, survey: Survey, config) -> dict:
 def _mend_command(code: str, survey: Survey, config) -> str | None:
     """The command line that mends a finding, where a command of dataset_prep.py does."""
     action, names, place = KINDS[code].action, survey.names, user_path(survey.names[0])
-    if not action:
+    if not action or (code == "wrong_task" and config.task == "sft"):  # which would drop the rejected answers
         return None
     alone = len(names) == 1 and place.is_file()
     stem = str(place.with_suffix("")) if alone else f"{place.name or 'data'}-rows"
