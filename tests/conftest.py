@@ -95,7 +95,7 @@ def preference_runs(tmp_path_factory):
     for name in ("dpo", "reward"):
         folder = tmp_path_factory.mktemp(name) / "run"
         command = [sys.executable, str(ASSETS / f"{name}_train.py"), "--output", str(folder), "--json"]
-        done = subprocess.run([*command, "--eval-steps", "60"], capture_output=True, text=True, timeout=600)
+        done = subprocess.run([*command, "--eval-steps", "1000"], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         made[name] = json.loads(done.stdout), done.stderr, folder
     return made

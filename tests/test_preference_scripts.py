@@ -64,11 +64,12 @@ def test_conversations_are_scored_too_and_bad_rows_are_named(preference_runs, sc
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert ["score" in line for line in lines] == [True, True, False, False]
     assert lines[2]["row"] == "rows.jsonl:3" and "absent.png" in lines[3]["error"]
+    short = script("reward_score.py", "--model", model, "--max-len", "6", "--json")
+    assert json.loads(short.stdout)["cut_to_nothing"] == 168, short.stderr
     done = script("reward_score.py", "--model", model, "--dataset", bad)
     assert done.returncode == 3 and "none of 2 rows" in done.stderr
     done = script("reward_score.py", "--model", preference_runs["dpo"][2], "--json")
     assert done.returncode == 5 and "no reward head" in done.stderr
-    assert script("reward_score.py", "--dataset", data).returncode == 2
     taken = script("reward_score.py", "--model", model, "--dataset", data, "--output", out)
     assert taken.returncode == 2 and "--overwrite" in taken.stderr
 
@@ -100,8 +101,6 @@ def test_dpo_goes_on_from_a_supervised_run_and_is_resumed(script, tmp_path):
     assert done.returncode == 0 and json.loads(done.stdout)["steps"] == 6, done.stderr
     assert "going on from step 4" in done.stderr
     assert not (tmp_path / "dpo" / "ref").exists()
-    other = script(*command[:1], "--model", "demo", *command[3:], "--max-steps", "8", "--resume", *flags)
-    assert other.returncode == 2 and "--resume" in other.stderr
 
 
 BAD = {

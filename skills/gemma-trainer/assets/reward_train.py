@@ -52,15 +52,9 @@ class Config(cli.CollatorFlags, cli.TrainingFlags):
 
 
 def main(config: Config) -> dict:
-    from gemma_trainer import data, outcome, recipe
+    from gemma_trainer import outcome, recipe
 
-    config = recipe.with_defaults(config)
-    run = recipe.open_run(config, "reward_train")
-    rows = data.load_data(config)
-    recipe.check_resumed(config, run, rows)
-    model_config, processor = recipe.load_processor(config)
-    collators = recipe.make_collators(config, processor, model_config)
-    data.check_data(config, rows, collators[0])
+    config, run, rows, model_config, processor, collators = recipe.prepare(config, "reward_train")
     if config.dry_run:
         return outcome.plan(config, run, rows, model_config, collators[0])
     model = recipe.load_model(config, run, model_config, processor)

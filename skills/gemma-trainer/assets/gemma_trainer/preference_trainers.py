@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from pathlib import Path
 
@@ -96,18 +97,19 @@ class GemmaDPOTrainer(PairsTrainer, trl.DPOTrainer):
     def untuned(self, rows, count: int = 16) -> str:
         """Something to tell where the model, as it is, would not end the chosen answers where they end: it was never
         tuned on this format, and preferences are no way to learn it."""
-        batch = self._eval_collator([rows[index] for index in range(min(count, len(rows)))])
-        ended = (batch["input_ids"] == self._eval_collator.labeller.markers.turn_end) & (batch["completion_mask"] == 1)
-        ended[len(ended) // 2 :] = False
-        if not ended.any():
-            return ""
-        inputs = self._prepare_inputs(dict(batch))
-        labels = inputs["input_ids"].masked_fill(~ended.to(inputs["input_ids"].device), -100)
-        asked = {key: value for key, value in inputs.items() if key not in ("completion_mask", "margin")}
+        found, size = [], self.args.eval_batch_size
         self.model.eval()
-        with self.compute_loss_context_manager():
-            found = self.model(**asked, labels=labels, fused_lm_head=True).log_probs
-        chance = found[labels[:, 1:] != -100].mean().exp().item()
+        for start in range(0, min(count, len(rows)), size):
+            batch = self._eval_collator([rows[index] for index in range(start, min(start + size, len(rows)))])
+            inputs = self._prepare_inputs(dict(batch))
+            ids, said = inputs["input_ids"], inputs.pop("completion_mask") == 1
+            said[len(said) // 2 :] = False
+            labels = ids.masked_fill(~said | (ids != self._eval_collator.labeller.markers.turn_end), -100)
+            inputs.pop("margin", None)
+            with self.compute_loss_context_manager():
+                chances = self.model(**inputs, labels=labels, fused_lm_head=True).log_probs
+            found += chances[labels[:, 1:] != -100].tolist()
+        chance = math.exp(sum(found) / len(found)) if found else 1.0
         if chance > SPEAKS:
             return ""
         return (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import sources
 from .cli import note
-from .data import Data
+from .data import Data, check_data, load_data
 from .errors import EnvironmentUnfit, Interrupted, TrainerError, UsageError
 from .runs import Run, checkpoint_bytes, versions
 
@@ -30,6 +30,23 @@ DPO_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 )  # fmt: skip
+
+
+def prepare(config, script: str):
+    """Everything that can go wrong before a model is loaded: flags, run folder, rows, processor, collators.
+
+    Returns:
+        (config, run, rows, model config, processor, collators): the config with its defaults filled in, and a collator
+        each for training and evaluation.
+    """
+    config = with_defaults(config)
+    run = open_run(config, script)
+    rows = load_data(config)
+    check_resumed(config, run, rows)
+    model_config, processor = load_processor(config)
+    collators = make_collators(config, processor, model_config)
+    check_data(config, rows, collators[0])
+    return config, run, rows, model_config, processor, collators
 
 
 def with_defaults(config):

@@ -62,34 +62,38 @@ def score(config, model, collator, rows) -> dict:
             if writer:
                 writer.write(line)
             if "error" in line:
-                failed.append(line)
+                failed.append(f"{line['row']}: {line['error']}")
                 continue
             scores += [value for key, value in line.items() if key != "row"]
             if "chosen" in line:
                 margins.append(line["chosen"] - line["rejected"])
         if not scores:
-            first = f". First: {failed[0]['row']}: {failed[0]['error']}" if failed else ""
-            raise DataError(f"none of {found} rows can be scored{first}")
+            raise DataError(f"none of {found} rows can be scored" + (f". First: {failed[0]}" if failed else ""))
     mean = sum(scores) / len(scores)
     result = {"status": "done", "model": config.model, "rows": found, "failed": len(failed), "mean_score": mean}
-    lines = [f"scores   {found - len(failed):,} of {found:,} rows, {mean:.3f} on average"]
     if margins:
         right = sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
-        margin = sum(margins) / len(margins)
-        result |= {"pairs": len(margins), "accuracy": right, "margin": margin}
-        told = f"the chosen answer scores higher in {right:.1%}, by {margin:.3f} on average"
-        lines.append(f"pairs    {len(margins):,}: {told}")
-    if cut := collator.stats["truncated"]:
-        result |= {"truncated": cut, "cut_to_nothing": collator.stats["cut_to_nothing"]}
-        lost = f", {collator.stats['cut_to_nothing']:,} of them before their answer" * bool(
-            collator.stats["cut_to_nothing"]
-        )
-        lines.append(f"cut      {cut:,} answers were longer than --max-len{lost}: raise it")
+        result |= {"pairs": len(margins), "accuracy": right, "margin": sum(margins) / len(margins)}
+    if collator.stats["truncated"]:
+        result |= {name: collator.stats[name] for name in ("truncated", "cut_to_nothing")}
     if failed:
-        named = "; ".join(f"{line['row']}: {line['error']}" for line in failed[:SHOWN])
-        result["problems"] = [f"{line['row']}: {line['error']}" for line in failed[:SHOWN]]
-        lines.append(f"failed   {len(failed):,}: {named}" + (" ..." if len(failed) > SHOWN else ""))
+        result["problems"] = failed[:SHOWN]
     if config.output:
         result["output"] = config.output
-        lines.append(f"written  {config.output}")
-    return result | {"summary": "\n".join(lines)}
+    return result | {"summary": _summary(result)}
+
+
+def _summary(result: dict) -> str:
+    rows, failed = result["rows"], result["failed"]
+    lines = [f"scores   {rows - failed:,} of {rows:,} rows, {result['mean_score']:.3f} on average"]
+    if "pairs" in result:
+        told = f"the chosen answer scores higher in {result['accuracy']:.1%}, by {result['margin']:.3f} on average"
+        lines.append(f"pairs    {result['pairs']:,}: {told}")
+    if cut := result.get("truncated"):
+        lost = f", {result['cut_to_nothing']:,} of them before their answer" if result["cut_to_nothing"] else ""
+        lines.append(f"cut      {cut:,} answers were longer than --max-len{lost}: raise it")
+    if failed:
+        lines.append(f"failed   {failed:,}: {'; '.join(result['problems'])}" + (" ..." if failed > SHOWN else ""))
+    if "output" in result:
+        lines.append(f"written  {result['output']}")
+    return "\n".join(lines)
