@@ -33,6 +33,34 @@ def test_value_and_gradients_equal_the_plain_loss(softcap, trained, monkeypatch)
     assert found.scored == (labels[:, 1:] != -100).sum()
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_log_probabilities_and_their_gradients_equal_those_of_whole_logits(softcap, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK", 7)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 20, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+    labels = torch.where(torch.rand(3, 20) < 0.4, torch.randint(0, 50, (3, 20)), -100)
+    found, scale = losses.log_probs(hidden, weight, labels, softcap), torch.randn(3, 19)
+    logits = hidden @ weight.t()
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    logs, wanted = logits[:, :-1].log_softmax(-1), labels[:, 1:]
+    asked = wanted != -100
+    plain = logs.gather(-1, wanted.clamp(min=0)[..., None])[..., 0] * asked
+    assert torch.allclose(found.log_probs, plain, atol=1e-5)
+    assert torch.allclose(found.entropy, -(logs.exp() * logs).sum(-1) * asked, atol=1e-5)
+    assert torch.equal(found.is_top1, (logits[:, :-1].argmax(-1) == wanted) & asked)
+    assert torch.allclose(found.mean_logits, logits[:, :-1].mean(-1) * asked, atol=1e-5)
+    gradients = torch.autograd.grad((found.log_probs * scale).sum(), (hidden, weight))
+    for one, other in zip(gradients, torch.autograd.grad((plain * scale).sum(), (hidden, weight)), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_log_probabilities_of_nothing_are_zero_with_zero_gradients():
+    hidden = torch.randn(2, 5, 8, requires_grad=True)
+    found = losses.log_probs(hidden, torch.randn(9, 8), torch.full((2, 5), -100)).log_probs
+    found.sum().backward()
+    assert not found.any() and not hidden.grad.any()
+
+
 def test_nothing_trained_is_zero_with_zero_gradients():
     hidden = torch.randn(1, 5, 8, requires_grad=True)
     loss = losses.chunked_loss(hidden, torch.randn(9, 8), torch.full((1, 5), -100)).loss
