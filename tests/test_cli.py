@@ -31,7 +31,7 @@ def test_flags_become_a_frozen_config_with_the_documented_defaults():
     (["--quantize", "8bit"], "'auto', '4bit', 'none'"), (["--max-len", "0"], "--max-len must be more than 0"),
     (["--seed", "-1"], "--seed must lie between"), (["--lr", "inf"], "--lr must be more than 0"),
     (["--max-steps", "0"], "--max-steps must be more than 0"),
-    (["--test-size", "1.5"], "--test-size must lie between 0 and 1"), (["--lr", "-1"], "--lr must be more than 0"),
+    (["--test-size", "1.5"], "--test-size must lie between 0 and 0.99"), (["--lr", "-1"], "--lr must be more than 0"),
     (["--config", "absent.json"], "--config absent.json: No such file"), (["--dataset"], "expected at least one"),
 ])  # fmt: skip
 def test_wrong_flags(argv, told):
