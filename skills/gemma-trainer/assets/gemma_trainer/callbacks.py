@@ -14,7 +14,7 @@ import transformers
 from tqdm import tqdm
 
 from .errors import Diverged
-from .files import tell
+from .files import finite, tell
 
 UNTOLD = (
     "num_tokens",
@@ -30,15 +30,10 @@ class MetricsFile(transformers.TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
-            shown = {key: _number(value) for key, value in logs.items() if key not in UNTOLD}
+            shown = finite({key: value for key, value in logs.items() if key not in UNTOLD})
             entry = {"step": state.global_step, **shown}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
-
-
-def _number(value):
-    """JSON has no NaN: it is written as a string."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Progress(transformers.TrainerCallback):

@@ -382,11 +382,11 @@ class MultimodalCollator:
     def _fits(self, group: tuple[Item, ...], counts) -> bool:
         """Cut a row that is longer than max_length; whether it goes into the batch."""
         length = max(item.tokens.shape[1] for item in group)
-        trained = all(item.trained.any() for item in group)
         if self.max_length is not None and length > self.max_length:
             if self.truncation == "error":
                 told = f"{length} tokens, over the limit of {self.max_length}"
                 raise RowError(group[0].row.name, told, "over_max_len")
+            trained = all(item.trained.any() for item in group)
             if self.paired:
                 shorten(*group, self.max_length, self.labeller.markers)
             else:

@@ -13,6 +13,7 @@ from trl.models.utils import _ForwardRedirection
 
 from .families import tokenizer_of
 from .losses import trl_scores_trained_only, use_log_probs
+from .preferences import share_preferred
 from .trainers import RowsTrainer, common_arguments, inner_model, trl_chunks
 
 SPEAKS = 0.01  # probability of an answer's end, below which a model was not tuned on the format
@@ -72,7 +73,7 @@ class PairsTrainer(RowsTrainer):
             inputs.pop("margin", None)
             with self.compute_loss_context_manager():
                 margins += self.pair_margins(inputs).tolist()
-        return sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / max(1, len(margins))
+        return share_preferred(margins)
 
 
 class GemmaDPOTrainer(PairsTrainer, trl.DPOTrainer):

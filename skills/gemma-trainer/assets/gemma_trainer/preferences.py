@@ -77,6 +77,11 @@ def read_preference(raw: Mapping, name: str = "row") -> Preference:
         return Preference(name, *sides, shared)
 
 
+def share_preferred(margins: list[float]) -> float:
+    """The share of pairs whose chosen answer is liked better, by their margins; a tie is half."""
+    return sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / max(1, len(margins))
+
+
 def _answer(value, key: str) -> list[dict]:
     """An answer as messages: a string, one message, or a list of them."""
     if not isinstance(value, str | Mapping) and not (isinstance(value, list) and value):

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import errno
 import json
-import math
 import os
 import platform
 import resource
@@ -23,7 +22,7 @@ except ImportError:  # Windows
     fcntl = None
 
 from .errors import EnvironmentUnfit, UsageError
-from .files import user_path, usual_mode, write_whole
+from .files import finite, user_path, usual_mode, write_whole
 from .report import write_report
 
 # What a run writes, by name: --overwrite removes these and nothing else.
@@ -176,15 +175,6 @@ class Run:
         import torch
 
         return round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else 0
-
-
-def finite(value):
-    """A value with the numbers that JSON has no form for, NaN and infinity, as strings."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _entry(line: str) -> dict:

@@ -10,6 +10,7 @@ from .cli import note
 from .demo import SAMPLES
 from .errors import DataError, UsageError
 from .files import user_path
+from .preferences import share_preferred
 from .writing import RowsWriter, check_output, refuse_inputs
 
 SHOWN = 5  # rows without a score that are told by name
@@ -72,8 +73,8 @@ def score(config, model, collator, rows) -> dict:
     mean = sum(scores) / len(scores)
     result = {"status": "done", "model": config.model, "rows": found, "failed": len(failed), "mean_score": mean}
     if margins:
-        right = sum((margin > 0) + 0.5 * (margin == 0) for margin in margins) / len(margins)
-        result |= {"pairs": len(margins), "accuracy": right, "margin": sum(margins) / len(margins)}
+        mean_margin = sum(margins) / len(margins)
+        result |= {"pairs": len(margins), "accuracy": share_preferred(margins), "margin": mean_margin}
     if collator.stats["truncated"]:
         result |= {name: collator.stats[name] for name in ("truncated", "cut_to_nothing")}
     if failed:
