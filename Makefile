@@ -7,10 +7,10 @@ demo: .venv/installed
 	.venv/bin/python $(SFT) --max-len 2048
 
 test: .venv/installed-test
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 test-newest: .venv-newest/installed-test
-	.venv-newest/bin/python -m pytest
+	.venv-newest/bin/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed-test
 	.venv/bin/ruff check .

@@ -9,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait by spinning are slow where others work, too
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: a thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "skills" / "gemma-trainer" / "assets"

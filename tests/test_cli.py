@@ -7,10 +7,11 @@ import pytest
 
 from gemma_trainer import cli
 from gemma_trainer.errors import DataError, Diverged, Interrupted, UsageError
+from gemma_trainer.flags import CollatorFlags, TrainingFlags
 
 
 @dataclass(frozen=True)
-class Config(cli.CollatorFlags, cli.TrainingFlags):
+class Config(CollatorFlags, TrainingFlags):
     pass
 
 

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from gemma_trainer import data, recipe
+from gemma_trainer import data, preparation
 from gemma_trainer.errors import DataError
 
 
@@ -13,7 +13,7 @@ from gemma_trainer.errors import DataError
 ])  # fmt: skip
 def test_planned_steps_round_up_in_each_epoch_as_the_trainer_does(rows, batch, accumulation, epochs, steps):
     config = types.SimpleNamespace(max_steps=None, batch_size=batch, grad_accum=accumulation, epochs=epochs)
-    assert recipe.steps_of(config, rows) == steps
+    assert preparation.steps_of(config, rows) == steps
 
 
 def test_a_split_is_whole_and_repeatable():

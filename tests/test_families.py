@@ -327,7 +327,7 @@ def test_every_family_loads_from_its_folder_and_takes_lora(name, tmp_path, built
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_the_trainer_trains_every_family(name, tmp_path, built):
     """Through TRL, in accumulated steps, with its loss at trained positions only: the same as the model's own."""
-    from gemma_trainer import models, precision, trainers
+    from gemma_trainer import arguments, models, precision, trainers
 
     processor, _ = built(name)
     rows, kinds = rows_of(name), tiny.MODALITIES[name]
@@ -335,7 +335,7 @@ def test_the_trainer_trains_every_family(name, tmp_path, built):
     collator = collator_of(name, processor)
     with torch.no_grad():
         before = model(**collator([rows[0]])).loss.item()
-    args = trainers.sft_arguments(
+    args = arguments.sft_arguments(
         tmp_path, precision.choose("fp32", "cpu"), max_length=512, batch_size=1, grad_accum=2, lr=1e-2, epochs=1,
         max_steps=6, steps=6, seed=0, save_steps=1000, eval_steps=1000, evaluate=True, workers=0, report_to=[],
         checkpointing=True,

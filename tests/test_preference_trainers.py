@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from conftest import SAMPLES
-from gemma_trainer import callbacks, demo, families, models, precision, recipe, sources, trainers
+from gemma_trainer import callbacks, checkpoints, demo, families, models, precision, preparation, sources
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.preference_trainers import GemmaDPOTrainer, GemmaRewardTrainer, dpo_arguments, reward_arguments
 
@@ -189,7 +189,7 @@ def test_every_loss_of_trl_has_a_gradient(processor, tmp_path):
     settings = [
         dpo_arguments(tmp_path, precision.choose("fp32", "cpu"), beta=0.1, loss_type=[loss], loss_weights=[1.0],
                       label_smoothing=smoothing.get(loss, 0.0), steps=1, max_steps=1, **DEFAULTS)
-        for loss in recipe.DPO_LOSSES
+        for loss in preparation.DPO_LOSSES
     ]  # fmt: skip
     trainer = make("dpo", tmp_path, processor, rows=FEW)
     shake(trainer.model)
@@ -248,7 +248,7 @@ def test_a_resumed_run_ends_as_an_unbroken_one(kind, processor, tmp_path):
     whole = make(kind, tmp_path / "run", processor, begun(), **options)
     whole.train()
     again = make(kind, tmp_path / "run", processor, begun(), **options)
-    again.train(resume_from_checkpoint=str(trainers.checkpoints(tmp_path / "run")[0]))
+    again.train(resume_from_checkpoint=str(checkpoints.checkpoints(tmp_path / "run")[0]))
     for (name, one), (_, other) in zip(whole.model.named_parameters(), again.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     assert whole.counts == again.counts and whole.counts["rows"] == 32

@@ -40,6 +40,17 @@ def test_a_line_that_a_killed_run_did_not_finish_is_passed_over(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["data"] == {"rows": 3}  # what is known stays known
 
 
+@pytest.mark.parametrize("left", [(), (".saving-x",), (".run.json.7.tmp", ".unfinished")])
+def test_resume_begins_where_no_run_was_begun(tmp_path, left, capsys):
+    """So that the same command can be given again whenever it was stopped, before its first file, too."""
+    for name in left:
+        (tmp_path / name).mkdir()
+    run = Run("sft_train", str(tmp_path), resume=True)
+    run.open()
+    assert run.previous == {} and "there is no run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is a file"):
@@ -48,8 +59,9 @@ def test_folders_that_cannot_be_used(tmp_path):
         Run("sft_train", str(tmp_path / "file" / "run")).open()
     with pytest.raises(UsageError, match="cannot be used"):
         Run("sft_train", str(tmp_path / ("x" * 300)))
-    with pytest.raises(UsageError, match="there is no run in"):
-        Run("sft_train", str(tmp_path / "absent"), resume=True)
+    (tmp_path / "letter.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds other files"):
+        Run("sft_train", str(tmp_path), resume=True)
 
 
 def test_a_folder_in_use_is_refused_and_numbers_that_json_lacks_are_words(tmp_path):

@@ -6,6 +6,8 @@
 #     "datasets>=4.8,<6",
 #     "ftfy>=6.3",
 #     "jinja2>=3.1",
+#     "jiwer>=4",
+#     "jsonschema>=4.20",
 #     "librosa>=0.11",
 #     "numpy>=2",
 #     "packaging>=24",
@@ -33,7 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gemma_trainer import cli, sources
-from gemma_trainer.cli import flag, words
+from gemma_trainer.flags import CollatorFlags, flag, words
 
 EXAMPLES = """\
   python dataset_prep.py check rows.jsonl --task sft                       # form and media, without a model
@@ -80,7 +82,7 @@ class TaskFlags(DataFlags):
 
 
 @dataclass(frozen=True)
-class SurveyFlags(cli.CollatorFlags, TaskFlags):
+class SurveyFlags(CollatorFlags, TaskFlags):
     pass
 
 

@@ -6,6 +6,8 @@
 #     "datasets>=4.8,<6",
 #     "ftfy>=6.3",
 #     "jinja2>=3.1",
+#     "jiwer>=4",
+#     "jsonschema>=4.20",
 #     "librosa>=0.11",
 #     "numpy>=2",
 #     "packaging>=24",
@@ -33,6 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gemma_trainer import cli
+from gemma_trainer.flags import CollatorFlags, PolicyFlags, flag
 
 EXAMPLES = """\
   python dpo_train.py                                          # the built-in demo, offline, about a minute
@@ -41,30 +44,31 @@ EXAMPLES = """\
 
 
 @dataclass(frozen=True)
-class Config(cli.CollatorFlags, cli.PolicyFlags):
+class Config(CollatorFlags, PolicyFlags):
     task = "dpo"
-    lr: float | None = cli.flag(
-        help="peak learning rate (default: LoRA 5e-6, --full 1e-6; for --model demo 5e-3, 1e-3)"
-    )
-    beta: float = cli.flag(0.1, "how closely the model is held to the reference: more is closer")
-    loss_type: tuple[str, ...] = cli.flag(
+    lr: float | None = flag(help="peak learning rate (default: LoRA 5e-6, --full 1e-6; for --model demo 5e-3, 1e-3)")
+    beta: float = flag(0.1, "how closely the model is held to the reference: more is closer")
+    loss_type: tuple[str, ...] = flag(
         (), "losses of TRL, such as sigmoid (the default), ipo, hinge, robust, apo_zero, sigmoid_norm, or several"
     )
-    loss_weights: tuple[str, ...] = cli.flag((), "a number for each of several losses, its weight (default: 1)")
-    label_smoothing: float = cli.flag(
-        0.0, "share of pairs that may be the wrong way round (exo_pair and robust need it)"
-    )
+    loss_weights: tuple[str, ...] = flag((), "a number for each of several losses, its weight (default: 1)")
+    label_smoothing: float = flag(0.0, "share of pairs that may be the wrong way round (exo_pair and robust need it)")
 
 
 def main(config: Config) -> dict:
-    from gemma_trainer import outcome, recipe
+    from gemma_trainer import outcome, preparation, recipe
 
-    config, run, rows, model_config, processor, collators = recipe.prepare(config, "dpo_train")
+    config, run, rows, model_config, processor, collators = preparation.prepare(config, "dpo_train")
     if config.dry_run:
         return outcome.plan(config, run, rows, model_config, collators[0])
-    model = recipe.load_model(config, run, model_config, processor)
-    trainer = recipe.make_dpo_trainer(config, run, model, processor, rows, collators)
-    recipe.train(config, run, trainer, rows)
+
+    def attempt(config):
+        model = recipe.load_model(config, run, model_config, processor)
+        trainer = recipe.make_dpo_trainer(config, run, model, processor, rows, collators)
+        recipe.train(config, run, trainer, rows)
+        return trainer
+
+    config, trainer = recipe.within_memory(config, run, attempt)
     return outcome.report(config, run, trainer, collators[1], rows)
 
 

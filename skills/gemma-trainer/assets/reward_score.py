@@ -6,6 +6,8 @@
 #     "datasets>=4.8,<6",
 #     "ftfy>=6.3",
 #     "jinja2>=3.1",
+#     "jiwer>=4",
+#     "jsonschema>=4.20",
 #     "librosa>=0.11",
 #     "numpy>=2",
 #     "packaging>=24",
@@ -33,6 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gemma_trainer import cli
+from gemma_trainer.flags import flag
 
 EXAMPLES = """\
   python reward_score.py --model reward1 --dataset answers.jsonl --output scores.jsonl
@@ -41,19 +44,19 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class Config:
-    model: str | None = cli.flag(help="run folder of reward_train.py, or a whole reward model")
-    dataset: tuple[str, ...] = cli.flag(
+    model: str | None = flag(help="run folder of reward_train.py, or a whole reward model")
+    dataset: tuple[str, ...] = flag(
         (), "conversations or pairs: files, folders or globs, or hub ids (default: the bundled held-out pairs)"
     )
-    output: str | None = cli.flag(help="a .jsonl file for the score of each row")
-    overwrite: bool = cli.flag(False, "replace the file that --output names")
-    max_len: int = cli.flag(2048, "most tokens in a row, media tokens included; what is longer is cut at its end")
-    batch_size: int = cli.flag(8, "rows at a time")
-    precision: str = cli.flag("auto", "auto: bf16 where native, else fp32", ("auto", "bf16", "fp16", "fp32"))
-    media_root: str | None = cli.flag(help="refuse media files outside this folder")
-    allow_remote_media: bool = cli.flag(False, "fetch media from http(s) URLs")
-    json: bool = cli.flag(False, "print the result as one JSON object")
-    debug: bool = cli.flag(False, "show the traceback of an error")
+    output: str | None = flag(help="a .jsonl file for the score of each row")
+    overwrite: bool = flag(False, "replace the file that --output names")
+    max_len: int = flag(2048, "most tokens in a row, media tokens included; what is longer is cut at its end")
+    batch_size: int = flag(8, "rows at a time")
+    precision: str = flag("auto", "auto: bf16 where native, else fp32", ("auto", "bf16", "fp16", "fp32"))
+    media_root: str | None = flag(help="refuse media files outside this folder")
+    allow_remote_media: bool = flag(False, "fetch media from http(s) URLs")
+    json: bool = flag(False, "print the result as one JSON object")
+    debug: bool = flag(False, "show the traceback of an error")
 
 
 def main(config: Config) -> dict:

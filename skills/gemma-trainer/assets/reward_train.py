@@ -6,6 +6,8 @@
 #     "datasets>=4.8,<6",
 #     "ftfy>=6.3",
 #     "jinja2>=3.1",
+#     "jiwer>=4",
+#     "jsonschema>=4.20",
 #     "librosa>=0.11",
 #     "numpy>=2",
 #     "packaging>=24",
@@ -33,6 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gemma_trainer import cli
+from gemma_trainer.flags import CollatorFlags, TrainingFlags, flag
 
 EXAMPLES = """\
   python reward_train.py                                       # the built-in demo, offline, about a minute
@@ -41,25 +44,28 @@ EXAMPLES = """\
 
 
 @dataclass(frozen=True)
-class Config(cli.CollatorFlags, cli.TrainingFlags):
+class Config(CollatorFlags, TrainingFlags):
     task = "reward"
-    lr: float | None = cli.flag(
-        help="peak learning rate (default: LoRA 1e-4, --full 1e-5; for --model demo 5e-3, 1e-3)"
-    )
-    center_rewards_coefficient: float | None = cli.flag(
+    lr: float | None = flag(help="peak learning rate (default: LoRA 1e-4, --full 1e-5; for --model demo 5e-3, 1e-3)")
+    center_rewards_coefficient: float | None = flag(
         help="weight of a penalty that keeps scores around 0, such as 0.01 (arXiv 2312.09244)"
     )
 
 
 def main(config: Config) -> dict:
-    from gemma_trainer import outcome, recipe
+    from gemma_trainer import outcome, preparation, recipe
 
-    config, run, rows, model_config, processor, collators = recipe.prepare(config, "reward_train")
+    config, run, rows, model_config, processor, collators = preparation.prepare(config, "reward_train")
     if config.dry_run:
         return outcome.plan(config, run, rows, model_config, collators[0])
-    model = recipe.load_model(config, run, model_config, processor)
-    trainer = recipe.make_reward_trainer(config, run, model, processor, rows, collators)
-    recipe.train(config, run, trainer, rows)
+
+    def attempt(config):
+        model = recipe.load_model(config, run, model_config, processor)
+        trainer = recipe.make_reward_trainer(config, run, model, processor, rows, collators)
+        recipe.train(config, run, trainer, rows)
+        return trainer
+
+    config, trainer = recipe.within_memory(config, run, attempt)
     return outcome.report(config, run, trainer, collators[1], rows)
 
 

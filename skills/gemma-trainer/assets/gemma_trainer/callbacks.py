@@ -1,20 +1,19 @@
-"""What a run watches while it trains: its metrics file, its divergence, and the signals that stop it."""
+"""What a run does beside training: its metrics file and state, its goals, and what stops it."""
 
 from __future__ import annotations
 
-import json
 import math
+import operator
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import transformers
 from tqdm import tqdm
 
-from .errors import Diverged
-from .files import finite, tell
+from .files import tell
+from .goals import Goal, lower_is_better
 
 UNTOLD = (
     "num_tokens",
@@ -23,17 +22,14 @@ UNTOLD = (
 
 
 class MetricsFile(transformers.TrainerCallback):
-    """Appends each log entry as a line of `metrics.jsonl`, with its step and epoch."""
+    """Hands each log entry, with its step and epoch, to `add`, which appends it to `metrics.jsonl`."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, add):
+        self.add = add
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
-            shown = finite({key: value for key, value in logs.items() if key not in UNTOLD})
-            entry = {"step": state.global_step, **shown}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            self.add({"step": state.global_step, **{key: v for key, v in logs.items() if key not in UNTOLD}})
 
 
 class Progress(transformers.TrainerCallback):
@@ -51,13 +47,18 @@ class Progress(transformers.TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
-        names = {"loss": "loss", "eval_loss": "eval loss", "learning_rate": "lr", "grad_norm": "gradient"}
+        names = {
+            "loss": "loss", "eval_loss": "eval loss", "gen/pass_rate": "answers that pass", "learning_rate": "lr",
+            "grad_norm": "gradient",
+        }  # fmt: skip
         told = "  ".join(f"{name} {logs[key]:.4g}" for key, name in names.items() if isinstance(logs.get(key), float))
         if self.bar is not None and "loss" in logs:
             self.bar.set_postfix_str(told)
         elif self.bar is not None:
             self.bar.write(f"step {state.global_step}  {told}", file=sys.stderr)
-        elif "eval_loss" in logs or state.global_step >= self.shown + max(1, state.max_steps // 20):
+        elif logs.keys() & {"eval_loss", "gen/pass_rate"} or state.global_step >= self.shown + max(
+            1, state.max_steps // 20
+        ):
             self.shown = state.global_step if "loss" in logs else self.shown
             minutes, seconds = divmod(round(time.monotonic() - self.started), 60)
             clock = f"{minutes}:{seconds:02d}"
@@ -69,17 +70,93 @@ class Progress(transformers.TrainerCallback):
             self.bar = None
 
 
-class StopOnDivergence(transformers.TrainerCallback):
-    """Ends the run at the first loss or gradient norm that is no number."""
+class RunState(transformers.TrainerCallback):
+    """Keeps `run.json` up to date for whoever watches the run: step, total, ETA in seconds, last metrics.
+
+    Args:
+        save: takes facts and writes them, such as `runs.Run.save_record`.
+    """
+
+    SECONDS = 5.0  # between two writes
+
+    def __init__(self, save):
+        self.save, self.written, self.metrics = save, 0.0, {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.began, self.first = time.monotonic(), state.global_step
+        self._write(state)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        for name in ("loss", "grad_norm"):
-            value = (logs or {}).get(name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise Diverged(
-                    f"training diverged at step {state.global_step}: {name} is {value}. "
-                    "Lower --lr, or use --precision fp32 if the run is in half precision."
-                )
+        self.metrics |= {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if time.monotonic() - self.written > self.SECONDS:
+            self._write(state)
+
+    def _write(self, state):
+        if not state.is_world_process_zero:
+            return
+        self.written = time.monotonic()
+        done, left = state.global_step - self.first, state.max_steps - state.global_step
+        eta = round((self.written - self.began) / done * left) if done else None
+        shown = {name: value for name, value in self.metrics.items() if name not in UNTOLD}
+        self.save(step=state.global_step, total_steps=state.max_steps, eta_s=eta, metrics=shown)
+
+
+class StopWhen(transformers.TrainerCallback):
+    """Ends the run, with a checkpoint, as soon as a metric that is logged meets the goal; `why` says so then.
+
+    Not before the first step: a model that is good enough already is trained for one step.
+    """
+
+    def __init__(self, goal: Goal):
+        self.goal, self.seen, self.why = goal, False, ""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        value = (logs or {}).get(self.goal.metric)
+        self.seen = self.seen or value is not None
+        if value is not None and state.global_step and not self.why and self.goal.met(value):
+            self.why = f"{self.goal.metric} is {value:.4g} at step {state.global_step} (--stop-when)"
+            control.should_save = control.should_training_stop = True
+
+
+class KeepBest(transformers.TrainerCallback):
+    """Saves a checkpoint whenever a metric is better than ever before, and has the trainer keep it.
+
+    Args:
+        trainer: a `trainers.RowsTrainer`; its `best_step` is that of the best checkpoint, and `kept["best"]` holds
+            [value, step].
+        metric: as it is logged. See `goals.lower_is_better`.
+    """
+
+    def __init__(self, trainer, metric: str):
+        self.trainer, self.metric = trainer, metric
+        self.better = operator.lt if lower_is_better(metric) else operator.gt
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        value, best = (logs or {}).get(self.metric), self.trainer.kept.get("best")
+        if value is None or not state.global_step or not math.isfinite(value):
+            return
+        if best is None or self.better(value, best[0]):
+            self.trainer.kept["best"] = [value, state.global_step]
+            self.trainer.best_step = state.global_step
+            control.should_save = True
+
+
+class StopAfter(transformers.TrainerCallback):
+    """Ends the run, with a checkpoint and an evaluation, once so many minutes have passed; `why` says so then.
+
+    Args:
+        minutes: since `began`, a reading of `time.monotonic()`.
+    """
+
+    def __init__(self, minutes: float, began: float):
+        self.minutes, self.began, self.why = minutes, began, ""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self.why and time.monotonic() - self.began >= 60 * self.minutes:
+            self.why = f"{self.minutes:g} minutes have passed at step {state.global_step} (--max-minutes)"
+            control.should_save = control.should_training_stop = True
 
 
 class WarnOfCollapse(transformers.TrainerCallback):

@@ -1,4 +1,4 @@
-"""Flags, exit codes and output that all scripts share. Imports nothing heavy, so `--help` answers at once."""
+"""The command line that all scripts share: parsing, exit codes, output. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import contextlib
 import dataclasses
 import errno
 import json
-import math
 import os
 import re
 import signal
 import sys
 import traceback
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import EnvironmentUnfit, Interrupted, OutOfMemory, TrainerError, UsageError
 from .files import is_disk_full
+from .flags import check_ranges
 
 EXIT_CODES = """exit codes:
   0 done                 3 bad data                     6 out of memory
@@ -31,113 +30,6 @@ EXIT_CODES_DATA = """exit codes:
   2 wrong usage, or a file that is there already              6 out of memory
   3 bad data: INVALID, no such file, or no row can be used    130 interrupted, 143 terminated: nothing was written"""
 LESS_MEMORY = "lower in this order: --batch-size (raise --grad-accum instead), --max-len, --lora-r"
-
-
-def flag(default=None, help: str = "", choices=None):
-    """A dataclass field that is also a command-line flag; the type annotation tells how its value is read."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
-
-
-def words(help: str):
-    """A dataclass field that holds the command's words that belong to no flag."""
-    return dataclasses.field(default=(), metadata={"help": help, "words": True})
-
-
-@dataclass(frozen=True)
-class TrainingFlags:
-    """The flags every training script has."""
-
-    model: str | None = flag(help="hub id or folder of a Gemma; `demo` is a tiny random Gemma 4")
-    dataset: tuple[str, ...] = flag(
-        (), "files, folders or globs (.jsonl .json .csv .parquet), or hub ids org/name[:split]"
-    )
-    eval_dataset: tuple[str, ...] = flag((), "rows to evaluate on")
-    test_size: float = flag(0.0, "share of --dataset to keep for evaluation instead, such as 0.1")
-    output: str | None = flag(help="run folder (default: runs/<script>-<date-time>)")
-    overwrite: bool = flag(False, "replace the run that --output holds")
-    resume: bool = flag(False, "go on from the last checkpoint in --output")
-    max_len: int = flag(2048, "most tokens in a row, media tokens included")
-    epochs: float = flag(1.0, "passes over the data")
-    max_steps: int | None = flag(help="optimizer steps, whatever --epochs says (the demo takes 120)")
-    batch_size: int | None = flag(help="rows at a time on each device (default: 1; the demo's own data 8)")
-    grad_accum: int | None = flag(help="batches to an optimizer step (default: 8; the demo's own data 1)")
-    lr: float | None = flag(help="peak learning rate (default: LoRA 2e-4, --full 1e-5; for --model demo 1e-2, 3e-3)")
-    lora_r: int = flag(16, "LoRA rank")
-    lora_alpha: int = flag(32, "LoRA scale: updates are multiplied by alpha / r")
-    lora_dropout: float = flag(0.0, "LoRA dropout")
-    lora_targets: str = flag("language", "language, vision, audio (comma-separated), all, or a regular expression")
-    full: bool = flag(False, "train all weights instead of LoRA adapters")
-    quantize: str = flag("auto", "4-bit weights under LoRA; auto: on CUDA", ("auto", "4bit", "none"))
-    precision: str = flag("auto", "auto: bf16 where native, else fp32", ("auto", "bf16", "fp16", "fp32"))
-    backend: str = flag("auto", "what loads and trains; unsloth is not part of this version", ("auto", "unsloth", "hf"))
-    gradient_checkpointing: str = flag("auto", "less memory, more time; auto: on a GPU", ("auto", "on", "off"))
-    seed: int = flag(0, "seed of data order, dropout and adapters")
-    num_workers: int | None = flag(
-        help="processes that prepare batches ahead (default: for each GPU half of its share of the cores, at most 4)"
-    )
-    save_steps: int | None = flag(help="steps between checkpoints (default: a tenth of the run)")
-    eval_steps: int | None = flag(help="steps between evaluations (default: a tenth of the run)")
-    report_to: tuple[str, ...] = flag((), "experiment trackers, such as tensorboard or wandb")
-    dry_run: bool = flag(False, "check everything and say what would be done, without training")
-    json: bool = flag(False, "print the result as one JSON object")
-    debug: bool = flag(False, "show the traceback of an error")
-
-    @property
-    def demo(self) -> bool:
-        """Whether the built-in demo's data are used, since none were given."""
-        return not self.dataset
-
-    task = "sft"  # "sft", "dpo" or "reward": what the rows are, and what is made of them
-
-    @property
-    def paired(self) -> bool:
-        """Whether a row is a pair of answers."""
-        return self.task != "sft"
-
-
-@dataclass(frozen=True)
-class PolicyFlags(TrainingFlags):
-    """The flags of scripts that train a model that speaks."""
-
-    adapter: str | None = flag(
-        help="run folder or hub id of an adapter to go on from; its base model is taken where --model is not given"
-    )
-
-
-@dataclass(frozen=True)
-class CollatorFlags:
-    """The collator's options as flags."""
-
-    loss_on: str = flag("all-turns", "which model turns are trained", ("all-turns", "last-turn"))
-    train_reasoning: bool = flag(
-        True, "train the reasoning that the chat template shows; what it leaves out is counted"
-    )
-    thinking: str = flag("auto", "the template's thinking switch; auto: for rows with reasoning", ("auto", "on", "off"))
-    on_bad_media: str = flag(
-        "placeholder",
-        "an unreadable image or clip: keep its row as untrained context (leave a pair out), leave the row out, or stop",
-        ("placeholder", "skip", "error"),
-    )
-    max_bad_media: float = flag(0.05, "stop when more of the media (or rows) read so far are unreadable")
-    long_audio: str = flag(
-        "cut", "a clip longer than the model hears: cut it, or treat it as unreadable", ("cut", "refuse")
-    )
-    truncation: str = flag(
-        "cut", "a row over --max-len: cut its end (of pairs the prompt's oldest turns first), or stop", ("cut", "error")
-    )
-    placeholders: str = flag(
-        "rows",
-        "masked zero media: for each row without audio in a batch with audio, only where the model needs them, "
-        "or so that every batch has every kind of medium",
-        ("rows", "needed", "always"),
-    )
-    media_root: str | None = flag(help="refuse media files outside this folder")
-    allow_remote_media: bool = flag(False, "fetch media from http(s) URLs")
-
-    def collator_options(self) -> dict:
-        """The options that `MultimodalCollator` takes."""
-        names = {field.name for field in dataclasses.fields(CollatorFlags)} - {"max_bad_media"}
-        return {name: getattr(self, name) for name in names}
 
 
 # ---- parsing
@@ -210,24 +102,8 @@ def parse(flags: type, description: str, examples: str, argv: list[str], command
     values = {field.name: getattr(known, field.name) for field in dataclasses.fields(flags)}
     several = {field.name for field in dataclasses.fields(flags) if str(field.type).startswith("tuple")}
     values = {name: tuple(value or ()) if name in several else value for name, value in values.items()}
-    _check_ranges(values)
+    check_ranges(values)
     return flags(**values)
-
-
-def _check_ranges(values: dict) -> None:
-    positive = "max_len max_steps batch_size grad_accum lora_r lora_alpha epochs lr save_steps eval_steps"
-    for name in positive.split():
-        if values.get(name) is not None and not 0 < values[name] < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {values[name]}")
-    if values.get("beta") is not None and not 0 < values["beta"] < math.inf:
-        raise UsageError(f"--beta must be more than 0, got {values['beta']}")
-    for name in ("test_size", "lora_dropout", "max_bad_media"):
-        if values.get(name) is not None and not 0 <= values[name] <= (1 if name == "max_bad_media" else 0.99):
-            top = 1 if name == "max_bad_media" else 0.99
-            raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and {top}, got {values[name]}")
-    for name, top in (("num_workers", 1024), ("seed", 2**32 - 1)):
-        if values.get(name) is not None and not 0 <= values[name] <= top:
-            raise UsageError(f"--{name.replace('_', '-')} must lie between 0 and {top}, got {values[name]}")
 
 
 def _config_arguments(file: str, flags: type, given: set[str]) -> list[str]:
@@ -280,8 +156,12 @@ def _read_config(path: Path) -> dict:
 # ---- running
 
 
+told: list[str] = []  # what was noted in this process, for the run's report
+
+
 def note(message: str) -> None:
     """Tell the user something on stderr."""
+    told.append(message)
     print(message, file=sys.stderr, flush=True)
 
 
@@ -361,13 +241,14 @@ def _print_result(result: dict, config) -> int:
 
 
 def _terminated(number, frame):
-    raise Interrupted("terminated: nothing was saved", 143)
+    raise Interrupted("terminated: what was saved before stays as it is", 143)
 
 
 def _quiet_environment() -> None:
     """Before any heavy import: no telemetry, and no advice that is not ours."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=r"Unexpected keyword arguments \['custom_metadata'\]")  # we wrote it
     for library in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     if not sys.stderr.isatty():

@@ -142,11 +142,13 @@ class MultimodalCollator:
         counts, problems = Counter(), []
         groups = self._read(rows, counts, problems)  # of one item each, or of both sides of a pair
         groups = self._open_media(groups, counts, problems)
-        tensors = self._media_tensors(groups)
+        media = self._media_tensors(groups)
         groups = self._tokenize(groups, counts, problems)
         groups = [group for group in groups if self._fits(group, counts)]
         sides = zip(*groups, strict=True) if groups else [[self._empty_item()]] * (2 if self.paired else 1)
-        batch = Batch(self._assemble([item for side in sides for item in side], tensors, counts), counts, problems)
+        names = [group[0].row.name for group in groups]
+        tensors = self._assemble([item for side in sides for item in side], media, counts)
+        batch = Batch(tensors, counts, problems, names)
         if self.paired:
             self._add_margins(groups, batch)
         if groups:

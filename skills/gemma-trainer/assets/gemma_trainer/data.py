@@ -33,6 +33,7 @@ class Data:
     media: int = 0
     missing: list[tuple[str, str]] = field(default_factory=list)
     lengths: Counter = field(default_factory=Counter)  # of pairs, see `checks.count_lengths`
+    prompts: list = field(default_factory=list)  # of --eval-prompts, see `eval_prompts.read_prompts`
 
 
 def load_data(config) -> Data:

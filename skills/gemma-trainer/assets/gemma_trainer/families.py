@@ -39,6 +39,7 @@ class Family:
     audio_stride: int = 1  # frames of audio a soft token
     min_audio_samples: int = 1  # a shorter clip makes no frame, and is filled up with silence
     needs: tuple[str, ...] = ()  # packages beyond those of every family
+    license: str = "gemma"  # of the published weights, as the hub names it
     max_audio_seconds: float = 30.0  # what the model hears: 750 soft tokens of 40 ms, 188 of 160 ms in Gemma 3n
 
 
@@ -85,6 +86,7 @@ GEMMA3N = Family(
 )
 
 _GEMMA4 = dict(
+    license="apache-2.0",
     turn_start="<|turn>",
     turn_end="<turn|>",
     model_header="<|turn>model\n",

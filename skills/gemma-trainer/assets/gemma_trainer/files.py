@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and the errors of a full disk."""
+"""Files and folders that are there whole or not at all, and the errors of a full disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -35,6 +36,49 @@ def write_whole(path: str | Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def sync_folder(folder: str | Path) -> None:
+    """Have all that is in a folder on the disk before this returns, so that a loss of power takes nothing of it."""
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file():
+            _sync(path)
+    for path in (Path(folder), *filter(Path.is_dir, Path(folder).rglob("*"))):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    with contextlib.suppress(PermissionError, NotImplementedError):  # Windows syncs no folder
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        except OSError as problem:
+            if problem.errno != errno.EINVAL:  # a file system that does not sync
+                raise
+        finally:
+            os.close(opened)
+
+
+def move_whole(source: str | Path, target: str | Path) -> None:
+    """Put a finished file or folder in its place in one step, all of it on the disk before and after.
+
+    Raises:
+        OSError: `target` is a folder that holds something; or the disk fails.
+    """
+    source, target = Path(source), Path(target)
+    sync_folder(source) if source.is_dir() else _sync(source)
+    os.replace(source, target)
+    _sync(target.parent)
+
+
+def remove_folder(folder: str | Path) -> None:
+    """Remove a folder that is not to be met half removed: it loses its name first."""
+    folder = Path(folder)
+    hidden = folder.with_name(f".removed-{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
 def finite(value):
     """A value with the numbers that JSON has no form for, NaN and infinity, as strings."""
     if isinstance(value, dict):
@@ -42,6 +86,11 @@ def finite(value):
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def mib(size: float) -> str:
+    """A number of bytes for a reader."""
+    return f"{size / 2**20:,.{0 if size >= 10 * 2**20 else 1}f} MiB"
 
 
 def usual_mode() -> int:

@@ -1,11 +1,56 @@
-"""Let a model answer a row's last question, behind the very prompt that it was trained behind."""
+"""Let a model answer questions, each behind the very prompt that it was trained behind."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
-from .rows import Row, read_row
+from .answer_checks import Answer
+from .errors import RowError
+from .rows import THOUGHT, Row, read_row
 from .slots import media_in
+from .targets import messages_row
+
+UNUSABLE = ("truncated", "bad_media", "bad_rows", "skipped_rows")
+
+
+@dataclass
+class Question:
+    """A row to be answered, and the answer that it brings at its end, if any."""
+
+    row: Row
+    expected: str | None
+
+    @classmethod
+    def of(cls, row: Row) -> Question:
+        """Take a row's last assistant message, if it ends with one, as the expected answer.
+
+        Raises:
+            RowError: raw text; an answer that is a tool call, or holds media.
+        """
+        if not row.messages:
+            raise RowError(row.name, "a text without turns asks nothing", "bad_text_row")
+        last = row.messages[-1]
+        if last["role"] != "assistant":
+            return cls(row, None)
+        if media_in(last):  # whose pixels would have no place in the prompt
+            raise RowError(row.name, "its answer holds media, which a model cannot make", "bad_value")
+        if last.get("tool_calls"):
+            raise RowError(row.name, "its answer is a tool call: leave it out, and look for it with regex", "bad_value")
+        return cls(row, expected_answer(row))
+
+    @property
+    def told(self) -> str:
+        """The messages before the answer, for a reader."""
+        messages = self.row.messages if self.expected is None else self.row.messages[:-1]
+        return "\n".join(_told(message) for message in messages)
+
+    def answered(self) -> dict:
+        """The raw row with some answer at its end, which a prompt is cut off before."""
+        raw = messages_row(self.row)
+        if self.expected is None:
+            raw["messages"] = [*raw["messages"], {"role": "assistant", "content": "."}]
+        return raw
 
 
 def expected_answer(row: Row) -> str:
@@ -14,11 +59,85 @@ def expected_answer(row: Row) -> str:
     return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)
 
 
+def prompts_of(collator, questions: list[Question]) -> dict:
+    """The prompts of questions as a batch, padded on the left.
+
+    A prompt is the collated row up to its last model turn, which is what `apply_chat_template(...,
+    add_generation_prompt=True)` gives for the messages before it.
+
+    Returns:
+        Tensors for `generate`: `input_ids`, `attention_mask` and token type ids [B, T], and those of the media.
+
+    Raises:
+        RowError: a row is refused, is cut, or has a medium that cannot be read.
+    """
+    import torch
+
+    collator = copy.copy(collator)
+    collator.task, collator.placeholders = "sft", "needed"  # a zero image's token would stand behind the prompt
+    batch = collator([question.answered() for question in questions])
+    if any(batch.counts.get(name) for name in UNUSABLE):
+        name, reason = (batch.problems or [(questions[0].row.name, "longer than --max-len")])[0]
+        raise RowError(name, reason)
+    lengths = batch["attention_mask"].sum(1).tolist()
+    rows = zip(batch["input_ids"].tolist(), lengths, strict=True)
+    starts = [collator.labeller.answer_start(ids[:length]) for ids, length in rows]
+    width, shape, prompts = max(starts), batch["labels"].shape, {}
+    for key, value in batch.items():
+        if value.shape[:2] != shape:
+            prompts[key] = value
+        elif key != "labels":
+            padding = collator.tokenizer.pad_token_id if key == "input_ids" else 0
+            prompts[key] = torch.full((len(starts), width), padding, dtype=value.dtype)
+            for line, start in enumerate(starts):
+                prompts[key][line, width - start :] = value[line, :start]
+    return prompts
+
+
+def generate(
+    model, collator, prompts: dict, max_new_tokens: int = 64, temperature: float = 0.0, give_up=None, **options
+) -> list[Answer]:
+    """Answers to prompts as `prompts_of` makes them.
+
+    Args:
+        temperature: 0 takes the likeliest token each time.
+        give_up: called at each token; where it returns true, no more are made.
+        options: for `model.generate`.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    tokenizer, markers = collator.tokenizer, collator.labeller.markers
+    stops = [token for token in (tokenizer.eos_token_id, markers.turn_end, markers.response) if token is not None]
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=temperature > 0,
+        **({"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}),
+        eos_token_id=stops,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        use_cache=True,
+    )
+    media = {key: prompts[key].to(model.dtype) for key in ("pixel_values", "input_features") if key in prompts}
+    inputs = {key: value.to(model.device) for key, value in (prompts | media).items()}
+    if give_up:
+        options["stopping_criteria"] = [lambda ids, _: torch.full((len(ids),), give_up(), device=ids.device)]
+    with torch.no_grad():
+        made = model.generate(**inputs, generation_config=config, **options)
+    return [_read_answer(tokenizer, line, stops) for line in made[:, prompts["input_ids"].shape[1] :].tolist()]
+
+
+def _read_answer(tokenizer, made: list[int], stops: list[int]) -> Answer:
+    """What was said before the first stop token. Other control tokens, such as those of a call, stay in the text."""
+    end = next((at for at, token in enumerate(made) if token in stops), len(made))
+    text = tokenizer.decode(made[:end], skip_special_tokens=False).strip()
+    thought = THOUGHT.match(text)
+    reasoning, said = (thought[1].strip(), text[thought.end() :].strip()) if thought else ("", text)
+    return Answer(said, end, end < len(made), reasoning)
+
+
 def answer(model, collator, raw: dict, max_new_tokens: int = 64, blind: bool = False) -> dict | None:
     """Greedy answer to a row's last question.
-
-    The prompt is the collated row up to its last model turn, which is what `apply_chat_template(...,
-    add_generation_prompt=True)` gives for the messages before it.
 
     Args:
         raw: a row in any accepted format, with an assistant message to leave out.
@@ -30,33 +149,19 @@ def answer(model, collator, raw: dict, max_new_tokens: int = 64, blind: bool = F
     """
     import torch
 
-    row = read_row(raw)
-    if not row.messages or row.messages[-1]["role"] != "assistant" or row.messages[-1].get("tool_calls"):
+    try:
+        question = Question.of(read_row(raw))
+        if question.expected is None:
+            return None
+        prompts = prompts_of(collator, [question])
+    except RowError:
         return None
-    if media_in(row.messages[-1]):  # whose pixels would have no place in the prompt
-        return None
-    collator = copy.copy(collator)
-    collator.placeholders = "needed"  # a zero image's token would stand behind the prompt
-    batch = collator([raw])
-    if any(batch.counts.get(name) for name in ("truncated", "bad_media", "bad_rows", "skipped_rows")):
-        return None
-    start = collator.labeller.answer_start(batch["input_ids"][0].tolist())
-    inputs = {
-        key: value[:, :start] if value.shape[:2] == batch["labels"].shape else value for key, value in batch.items()
-    }
-    del inputs["labels"]
-    for key in ("pixel_values", "input_features"):
-        if key in inputs:
-            inputs[key] = torch.zeros_like(inputs[key]) if blind else inputs[key].to(model.dtype)
-    inputs = {key: value.to(model.device) for key, value in inputs.items()}
-    with torch.no_grad():
-        produced = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0, start:].tolist()
-    stops = {collator.tokenizer.eos_token_id, collator.labeller.markers.turn_end}
-    while produced and produced[-1] in stops:
-        produced.pop()
-    said = collator.tokenizer.decode(produced, skip_special_tokens=False)
-    asked = "\n".join(_told(message) for message in row.messages[:-1])
-    return {"row": row.name, "prompt": asked, "expected": expected_answer(row), "answer": said.strip()}
+    if blind:
+        zeroed = [key for key in ("pixel_values", "input_features") if key in prompts]
+        prompts |= {key: torch.zeros_like(prompts[key]) for key in zeroed}
+    said = generate(model, collator, prompts, max_new_tokens)[0]
+    whole = f"{said.reasoning}\n\n{said.text}" if said.reasoning else said.text
+    return {"row": question.row.name, "prompt": question.told, "expected": question.expected, "answer": whole}
 
 
 def _told(message: dict) -> str:

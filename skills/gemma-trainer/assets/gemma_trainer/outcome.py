@@ -10,7 +10,9 @@ from .cli import note
 from .data import Data
 from .errors import RowError
 from .preferences import read_preference
-from .recipe import collected, steps_of
+from .preparation import steps_of
+from .recipe import collected
+from .rows import read_row
 from .runs import Run
 from .targets import messages_row
 
@@ -22,7 +24,9 @@ def report(config, run: Run, trainer, collator, data: Data) -> dict:
     facts = collected(run, trainer)
     if config.task != "reward":
         try:
-            facts["samples"] = list(itertools.islice(_answers(config, trainer.model.eval(), collator, data), 4))
+            answered = list(itertools.islice(_answers(config, trainer.model.eval(), collator, data), 4))
+            run.show({said["row"]: {"media": media} for said, media in answered})
+            facts["samples"] = [said for said, _ in answered]
         except Exception as problem:  # the result is saved: a sample that cannot be made does not undo the run
             note(f"no sample answers in the report ({type(problem).__name__})")
     if config.demo:
@@ -34,8 +38,9 @@ def report(config, run: Run, trainer, collator, data: Data) -> dict:
 
 
 def _answers(config, model, collator, data: Data):
-    """What the model answers to some rows."""
+    """What the model answers to some rows, and previews of their media."""
     from . import generation
+    from .previews import previews
 
     rows = data.eval_rows if data.eval_rows is not None else data.rows
     if config.paired:
@@ -45,7 +50,7 @@ def _answers(config, model, collator, data: Data):
         with contextlib.suppress(RowError):
             row = messages_row(read_preference(rows[index]).chosen) if config.paired else rows[index]
             if said := generation.answer(model, collator, row):
-                yield said
+                yield said, previews(read_row(row), collator.access)
 
 
 def _proof(config, trainer, collator, data: Data) -> dict[str, float]:

@@ -53,6 +53,8 @@ th, td { text-align: left; font-weight: 400; vertical-align: top; padding: 5px 1
 tr { border-bottom: 1px solid var(--line); } article { border-top: 1px solid var(--line); margin-top: 14px; }
 article header { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 16px; padding-top: 10px; }
 pre { margin: 0; padding: 8px 12px; background: var(--fill); white-space: pre-wrap; unicode-bidi: isolate; }
+.media { display: flex; flex-wrap: wrap; gap: 8px; margin: 8px 0; } .media img { max-width: 100%; height: auto; }
+.media audio { width: 300px; max-width: 100%; } article ul { margin: 4px 0 0; padding-left: 20px; }
 pre { font: 13px/1.5 ui-monospace, monospace; } @media (max-width: 700px) { main { padding: 20px 16px 48px; }
   .figures { grid-template-columns: 1fr 1fr; } .facts, .pair { grid-template-columns: 1fr; }
   .facts dt { margin-top: 6px; font-size: 13px; } }
@@ -64,7 +66,8 @@ def document(title: str, parts: list[str], css: str = "") -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         # Even if some text got through unescaped, a browser would run and load nothing.
-        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">\n"""
+        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; """
+        """img-src data:; media-src data:">\n"""
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{esc(title)}</title>\n<style>{CSS}{css}</style></head>\n<body><main>\n{chr(10).join(parts)}\n"
         "</main></body></html>\n"

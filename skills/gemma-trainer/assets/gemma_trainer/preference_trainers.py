@@ -11,10 +11,11 @@ import torch
 import trl
 from trl.models.utils import _ForwardRedirection
 
+from .arguments import common_arguments, trl_chunks
 from .families import tokenizer_of
 from .losses import trl_scores_trained_only, use_log_probs
 from .preferences import share_preferred
-from .trainers import RowsTrainer, common_arguments, inner_model, trl_chunks
+from .trainers import RowsTrainer, inner_model
 
 SPEAKS = 0.01  # probability of an answer's end, below which a model was not tuned on the format
 
@@ -159,7 +160,7 @@ class GemmaRewardTrainer(PairsTrainer, trl.RewardTrainer):
 
 def dpo_arguments(output, precision, *, beta: float, loss_type: list[str], loss_weights: list[float] | None,
                   label_smoothing: float, **options) -> trl.DPOConfig:  # fmt: skip
-    """The arguments of a DPO run; the others as for `trainers.common_arguments`."""
+    """The arguments of a DPO run; the others as for `arguments.common_arguments`."""
     return trl.DPOConfig(
         **common_arguments(output, precision, **options),
         beta=beta,
@@ -172,7 +173,7 @@ def dpo_arguments(output, precision, *, beta: float, loss_type: list[str], loss_
 
 
 def reward_arguments(output, precision, *, center_rewards_coefficient: float | None, **options) -> trl.RewardConfig:
-    """The arguments of a reward run; the others as for `trainers.common_arguments`."""
+    """The arguments of a reward run; the others as for `arguments.common_arguments`."""
     return trl.RewardConfig(
         **common_arguments(output, precision, **options),
         center_rewards_coefficient=center_rewards_coefficient,

@@ -1,180 +1,63 @@
-"""The steps of a training run, in the order the scripts call them: processor, collator, model, trainer, training."""
+"""The steps of a training run once it is prepared, in the order the scripts call them: model, trainer, training."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from importlib.util import find_spec
+import functools
+import shlex
+import sys
 from pathlib import Path
 
-from . import sources
-from .cli import note
-from .data import Data, check_data, load_data
-from .errors import EnvironmentUnfit, Interrupted, TrainerError, UsageError
-from .runs import Run, checkpoint_bytes, versions
+from . import metadata, sources
+from .checkpoints import all_checkpoints, checkpoint_bytes, checkpoints, fault_of, step_of
+from .cli import LESS_MEMORY, note
+from .data import Data
+from .errors import Interrupted, OutOfMemory, TrainerError
+from .files import move_whole
+from .goals import Goal
+from .preparation import steps_of
+from .runs import Run, versions
 
-TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX")} | {
-    name: (name,) for name in "wandb mlflow trackio comet_ml swanlab clearml neptune dvclive codecarbon".split()
-}
-# Peak learning rates: of LoRA, of full fine-tuning, and of both for the tiny demo model.
-RATES = {"sft": (2e-4, 1e-5, 1e-2, 3e-3), "dpo": (5e-6, 1e-6, 5e-3, 1e-3), "reward": (1e-4, 1e-5, 5e-3, 1e-3)}
-
-
-# What a resumed run must not change: what is trained, and for what; and what it may, and is told.
-FIXED = """model adapter full quantize lora_r lora_alpha lora_targets beta loss_type loss_weights label_smoothing
-center_rewards_coefficient""".split()
-CHANGED = "lr seed batch_size grad_accum max_len precision loss_on train_reasoning thinking truncation".split()
-
-DPO_LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
-)  # fmt: skip
+SHOWN_PROMPTS = 12  # of --eval-prompts, in the report
 
 
-def prepare(config, script: str):
-    """Everything that can go wrong before a model is loaded: flags, run folder, rows, processor, collators.
+def within_memory(config, run: Run, attempt):
+    """(config, attempt(config)); with --auto-batch again with half the batch and twice the accumulation, as often as
+    memory runs out. An optimizer step keeps its rows, and a later attempt goes on from the last checkpoint.
 
-    Returns:
-        (config, run, rows, model config, processor, collators): the config with its defaults filled in, and a collator
-        each for training and evaluation.
+    Raises:
+        OutOfMemory: a batch of one row is too much.
     """
-    config = with_defaults(config)
-    run = open_run(config, script)
-    rows = load_data(config)
-    check_resumed(config, run, rows)
-    model_config, processor = load_processor(config)
-    collators = make_collators(config, processor, model_config)
-    check_data(config, rows, collators[0])
-    return config, run, rows, model_config, processor, collators
+    if not config.auto_batch:
+        return config, attempt(config)
+    from accelerate.utils import find_executable_batch_size
 
+    effective, before = config.batch_size * config.grad_accum, run.record.get("auto_batch")
+    run.together = config.batch_size  # the order of the rows is that of the batches asked for
+    size = before["batch_size"] if before and before["effective"] == effective else config.batch_size
 
-def with_defaults(config):
-    """Fill in what depends on other flags, and say so where the built-in demo runs."""
-    if config.task == "dpo":
-        _check_losses(config)
-    if getattr(config, "adapter", None):
-        config = _with_adapter(config)
-    if not config.demo and config.model is None:
-        raise UsageError("--dataset needs --model: a hub id such as google/gemma-4-E2B-it, a folder, or demo")
-    for tracker in set(config.report_to) - {"none"}:
-        if tracker not in TRACKERS:
-            raise UsageError(f"--report-to {tracker}: known are {', '.join(TRACKERS)}")
-        if not any(map(find_spec, TRACKERS[tracker])):
-            raise EnvironmentUnfit(f"--report-to {tracker} needs a package: pip install {TRACKERS[tracker][0]}")
-    if config.backend == "unsloth":
-        raise EnvironmentUnfit("--backend unsloth is not part of this version: use --backend hf")
-    if config.demo and (config.eval_dataset or config.test_size):
-        raise UsageError("--eval-dataset and --test-size need --dataset: the demo has held-out rows of its own")
-    if config.eval_dataset and config.test_size:
-        raise UsageError("--eval-dataset and --test-size exclude each other")
-    if config.demo:
-        model = "tiny random Gemma 4" if config.model in (None, "demo") else config.model
-        note(f"No --dataset given: running the built-in demo ({model}, bundled samples, offline).")
-    tiny = config.model in (None, "demo")
-    chosen = {
-        "model": config.model or "demo",
-        "batch_size": config.batch_size or (8 if config.demo else 1),
-        "grad_accum": config.grad_accum or (1 if config.demo else 8),
-        "lr": config.lr or RATES[config.task][2 * tiny + config.full],
-        "max_steps": config.max_steps or (120 if config.demo and config.epochs == 1 else None),
-    }
-    return dataclasses.replace(config, **chosen)
+    def halve() -> int:
+        nonlocal size
+        size = next((smaller for smaller in range(size // 2, 0, -1) if effective % smaller == 0), 0)
+        if size:
+            note(f"out of memory: going on with --batch-size {size} --grad-accum {effective // size}")
+            run.begin_anew(auto_batch={"batch_size": size, "effective": effective})
+        return size
 
+    def attempt_with(batch_size: int):
+        smaller = dataclasses.replace(config, batch_size=batch_size, grad_accum=effective // batch_size)
+        return smaller, attempt(smaller)
 
-def _check_losses(config) -> None:
-    """Refuse losses that TRL does not know, or that lack what they need (UsageError)."""
-    if unknown := [name for name in config.loss_type if name not in DPO_LOSSES]:
-        raise UsageError(f"--loss-type {unknown[0]}: known are {', '.join(DPO_LOSSES)}")
-    if config.loss_weights and len(config.loss_weights) != len(config.loss_type):
-        raise UsageError(f"--loss-weights: {len(config.loss_weights)} for {len(config.loss_type)} of --loss-type")
     try:
-        weights = [float(weight) for weight in config.loss_weights]
-    except ValueError:
-        weights = [math.nan]
-    if not all(map(math.isfinite, weights)):
-        raise UsageError("--loss-weights must be numbers")
-    if not 0 <= config.label_smoothing < 0.5:
-        raise UsageError(f"--label-smoothing must be at least 0 and less than 0.5, got {config.label_smoothing}")
-    if "exo_pair" in config.loss_type and not config.label_smoothing:
-        raise UsageError("--loss-type exo_pair needs --label-smoothing, such as 0.001")
-
-
-def _with_adapter(config):
-    from . import models
-
-    if config.full:
-        raise UsageError("--adapter is trained on as an adapter: drop --full")
-    base, found = models.base_of(config.adapter), models.adapter_config(config.adapter)
-    if str(found.task_type).endswith("SEQ_CLS"):
-        raise UsageError(
-            f"--adapter {config.adapter} is a reward model, which does not speak: give a run of sft_train.py"
-        )
-    own = {field.name: field.default for field in dataclasses.fields(config) if field.name.startswith("lora_")}
-    for name in (name for name, default in own.items() if getattr(config, name) != default):
-        raise UsageError(f"--{name.replace('_', '-')}: --adapter brings its own: drop the flag")
-    shape = {"lora_r": found.r, "lora_alpha": found.lora_alpha, "lora_dropout": found.lora_dropout}
-    return dataclasses.replace(config, model=config.model or base, **shape)
-
-
-def open_run(config, script: str) -> Run:
-    """The run with its folder, refused where the folder is in use (see `runs.Run`)."""
-    run = Run(script, config.output, config.overwrite, config.resume)
-    for flag in ("adapter", "model") if config.overwrite and not config.resume else ():
-        name = getattr(config, flag, None)
-        if name and Path(name).is_dir() and Path(name).resolve().is_relative_to(run.folder.resolve()):
-            raise UsageError(f"--overwrite would remove the --{flag} that the run begins with: choose another --output")
-    return run
-
-
-def check_resumed(config, run: Run, data: Data) -> None:
-    """Refuse to resume what is finished, or was begun with other flags (UsageError)."""
-    if not config.resume:
-        return
-    if (script := run.previous.get("script", run.script)) != run.script:
-        raise UsageError(f"--resume: the run in {run.folder} is one of {script}.py")
-    steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
-    now = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}
-    other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
-    for name in FIXED:
-        if name in other:
-            told = f"{other[name]} {before[name]}, not {now[name]}"
-            raise UsageError(f"--resume: the run in {run.folder} was begun with {told}")
-    if told := [f"{flag} {now[name]} (before: {before[name]})" for name, flag in other.items() if name in CHANGED]:
-        note(f"going on with other flags: {', '.join(told)}")
-    known = run.previous.get("data", {}).get("fingerprint")
-    if known and known != sources.fingerprint(data.names, len(data.rows)):
-        raise UsageError(f"--resume: the data are not those that the run in {run.folder} was begun with")
-    if run.previous.get("status") == "done" and run.previous.get("steps", 0) >= steps:
-        raise UsageError(
-            f"--resume: the run in {run.folder} is finished ({steps} steps): raise --epochs or --max-steps to go on"
-        )
+        return find_executable_batch_size(attempt_with, size, halve)()
+    except RuntimeError as problem:
+        if "No executable batch size" not in str(problem):
+            raise
+        raise OutOfMemory(f"out of memory with one row at a time: {LESS_MEMORY}") from None
 
 
 # ---- model
-
-
-def load_processor(config):
-    """(model config, processor) of the run's model; no weights."""
-    from . import demo, models
-
-    if config.model == "demo":
-        processor = demo.make_processor()
-        return demo.make_config(processor.tokenizer), processor
-    model_config, _ = models.load_config(config.model)
-    trained = getattr(config, "adapter", None)  # whose folder has the processor that it was trained with
-    name = trained if trained and (Path(trained) / "tokenizer.json").is_file() else config.model
-    return model_config, models.load_processor(name, model_config)
-
-
-def make_collators(config, processor, model_config):
-    """A collator for training and one for evaluation."""
-    from . import families
-    from .collator import MultimodalCollator
-
-    options = config.collator_options() | {"modalities": families.modalities(processor, model_config)}
-    options["task"] = "preference" if getattr(config, "paired", False) else "sft"  # a check measures each side alone
-    return tuple(MultimodalCollator(processor, config.max_len, **options) for _ in range(2))
 
 
 def load_model(config, run: Run, model_config, processor):
@@ -198,12 +81,9 @@ def load_model(config, run: Run, model_config, processor):
         model = models.load_adapter(model, adapter)
     elif not config.full:
         model = models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)
-    run.open(checkpoint_bytes(model))
-    if config.model == "demo" and not config.full:  # the adapter must find the weights it belongs to
-        base = run.folder / "base-model"
-        model.peft_config["default"].base_model_name_or_path = str(base.absolute())
-        if not base.exists():
-            demo.write_model(base)
+    run.open(4 * checkpoint_bytes(model))  # three checkpoints, since a new one is whole before an old one goes
+    if not config.full:
+        _name_base(config, run, model, model_config)
     facts = {
         "name": config.model,
         **({"adapter": adapter} if adapter else {}),
@@ -217,19 +97,29 @@ def load_model(config, run: Run, model_config, processor):
     return model
 
 
+def _name_base(config, run: Run, model, model_config) -> None:
+    """Have the adapter name its base so that whoever loads it, from wherever, finds it; the demo's is written first."""
+    from . import demo
+
+    named = model.peft_config["default"]
+    named.revision = getattr(model_config, "_commit_hash", None)
+    if config.model == "demo":
+        base = run.folder / "base-model"
+        if not base.exists():
+            with run.aside() as folder:
+                move_whole(demo.write_model(folder / "base-model"), base)
+        named.base_model_name_or_path = str(base.absolute())
+    elif Path(config.model).is_dir():
+        named.base_model_name_or_path = str(Path(config.model).absolute())
+
+
 # ---- training
-
-
-def steps_of(config, rows: int) -> int:
-    """Optimizer steps of a run on one device."""
-    if config.max_steps:
-        return config.max_steps
-    return math.ceil(config.epochs * math.ceil(math.ceil(rows / config.batch_size) / config.grad_accum))
 
 
 def make_sft_trainer(config, run: Run, model, processor, data: Data, collators):
     """The trainer of a supervised run."""
-    from .trainers import GemmaSFTTrainer, sft_arguments
+    from .arguments import sft_arguments
+    from .trainers import GemmaSFTTrainer
 
     args = sft_arguments(run.folder, **_options(config, data))
     return _make(GemmaSFTTrainer, args, config, run, model, processor, data, collators)
@@ -289,9 +179,10 @@ def _options(config, data: Data) -> dict:
 
 
 def _make(kind, args, config, run: Run, model, processor, data: Data, collators, **more):
-    from .callbacks import MetricsFile, Progress, StopOnDivergence
+    """The trainer, with all that watches it."""
+    from .callbacks import KeepBest, MetricsFile, Progress, RunState, StopAfter, StopOnSignal, StopWhen
 
-    return kind(
+    trainer = kind(
         model,
         args,
         data.rows,
@@ -300,9 +191,41 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
         data.eval_rows,
         collators[1],
         config.max_bad_media,
-        callbacks=[MetricsFile(run.folder / "metrics.jsonl"), Progress(), StopOnDivergence()],
+        callbacks=[MetricsFile(run.add_metrics), Progress(), RunState(run.save_record)],
+        on_divergence=config.on_divergence,
+        together=run.together,
         **more,
     )
+    trainer.stop = StopOnSignal()
+    trainer.stopping = lambda: trainer.stop.exit_code is not None
+    trainer.enders = [StopWhen(Goal.read(config.stop_when))] if config.stop_when else []
+    trainer.enders += [StopAfter(config.max_minutes, run.clock)] if config.max_minutes else []
+    best = [KeepBest(trainer, config.best_by)] if config.best_by else []
+    for callback in (trainer.stop, *trainer.enders, *best, *_watch(config, run, trainer, data, collators)):
+        trainer.add_callback(callback)
+    own = metadata.read_own(config.metadata, config.metadata_file)
+    facts = metadata.facts_of(config, data, model, model.config, collators[0], own)
+    trainer.describe = functools.partial(metadata.write, facts=facts)
+    return trainer
+
+
+def _watch(config, run: Run, trainer, data: Data, collators) -> list:
+    """What asks the model the prompts of --eval-prompts; last of all, since it also does so where the run ends."""
+    if not data.prompts:
+        return []
+    from .previews import previews
+    from .watching import Asking, WatchAnswers
+
+    asked = {prompt.name: prompt.question for prompt in data.prompts[:SHOWN_PROMPTS]}
+    run.show(
+        {
+            name: {"prompt": one.told, "expected": one.expected, "media": previews(one.row, collators[1].access)}
+            for name, one in asked.items()
+        }
+    )
+    every = config.eval_prompts_every or max(1, steps_of(config, len(data.rows)) // 10)
+    asking = Asking(every, config.eval_prompts_max_tokens, config.eval_prompts_temperature)
+    return [WatchAnswers(trainer, collators[1], data.prompts, asking, run.add_metrics, config.report_samples)]
 
 
 def train(config, run: Run, trainer, data: Data) -> None:
@@ -310,12 +233,11 @@ def train(config, run: Run, trainer, data: Data) -> None:
 
     Raises:
         Interrupted: a signal stopped the run; a checkpoint was saved.
-        DataError, Diverged: as the trainer and its callbacks raise them.
+        DataError, Diverged, EnvironmentUnfit: as the trainer raises them.
     """
-    from .callbacks import StopOnSignal
-
     run.save_record(
         demo=config.demo,
+        command=shlex.join(["python", *sys.argv]),
         arguments=dataclasses.asdict(config),
         data={
             "sources": data.names,
@@ -324,50 +246,75 @@ def train(config, run: Run, trainer, data: Data) -> None:
             "fingerprint": sources.fingerprint(data.names, len(data.rows)),
         },
     )
-    stop = StopOnSignal()
-    trainer.add_callback(stop)
+    stop = trainer.stop
     try:
         with stop:
-            trainer.train(resume_from_checkpoint=_checkpoint(config, run))
-        if stop.exit_code:
-            run.finish("interrupted", **collected(run, trainer))
-            raise Interrupted(
-                f"stopped at step {trainer.state.global_step}, a checkpoint was saved: "
-                f"go on with --resume --output {run.folder}",
-                stop.exit_code,
-            )
-        step = trainer.state.global_step
-        evaluated = any("eval_loss" in entry and entry["step"] == step for entry in trainer.state.log_history)
-        if data.eval_rows is not None and not evaluated:
-            trainer.evaluate()
-        with run.staged() as folder:
-            trainer.save_model(str(folder))
-            for name in ("training_args.bin", "README.md"):  # a pickle, and PEFT's empty model card
-                (folder / name).unlink(missing_ok=True)
+            trainer.train(resume_from_checkpoint=_checkpoint(run))
+            if stop.exit_code:
+                step = trainer.state.global_step
+                run.finish(
+                    "interrupted", why=f"signal {stop.exit_code - 128} at step {step}", **collected(run, trainer)
+                )
+                raise Interrupted(
+                    f"stopped at step {step}, a checkpoint was saved: go on with --resume --output {run.folder}",
+                    stop.exit_code,
+                )
+            step = trainer.state.global_step
+            evaluated = any("eval_loss" in entry and entry["step"] == step for entry in trainer.state.log_history)
+            if data.eval_rows is not None and not evaluated:
+                trainer.evaluate()
+            _take_best(config, run, trainer)
+            with run.staged() as folder:
+                trainer.save_model(str(folder))
+            run.finish("done", why=_why(trainer), **collected(run, trainer))
     except Interrupted:
         raise
     except BaseException as problem:
         with contextlib.suppress(OSError):  # the disk may be what failed
-            error = str(problem) if isinstance(problem, TrainerError) else type(problem).__name__
+            why = str(problem) if isinstance(problem, TrainerError) else type(problem).__name__
             status = "interrupted" if isinstance(problem, KeyboardInterrupt) else "failed"
-            run.finish(status, error=error, **collected(run, trainer))
+            run.finish(status, why=why, **collected(run, trainer))
         raise
 
 
-def _checkpoint(config, run: Run) -> str | None:
-    """The checkpoint to go on from."""
-    from .trainers import checkpoints
+def _why(trainer) -> str:
+    """Why a run that is done ended where it did."""
+    return next((ender.why for ender in trainer.enders if ender.why), "") or "all steps were trained"
 
-    if not config.resume:
+
+def _take_best(config, run: Run, trainer) -> None:
+    """Go back to the weights of the best checkpoint, where --best-by names a metric."""
+    if not config.best_by:
+        return
+    best = trainer.kept.get("best")
+    if best is None:
+        note(f"--best-by {config.best_by}: no such metric was logged; the last weights are saved")
+        return
+    value, step = best
+    if step != trainer.state.global_step:
+        folder = run.folder / f"checkpoint-{step}"
+        if not folder.is_dir() or fault_of(folder):
+            note(f"--best-by: {folder.name} is no longer whole; the last weights are saved")
+            return
+        trainer._load_from_checkpoint(str(folder))
+    run.save_record(best={"metric": config.best_by, "value": value, "step": step})
+    note(f"--best-by {config.best_by}: saving the model of step {step} ({value:.4g})")
+
+
+def _checkpoint(run: Run) -> str | None:
+    """The checkpoint to go on from: the newest whole one of the run that is resumed."""
+    if not run.goes_on:
         return None
     found = checkpoints(run.folder)
+    newest = step_of(found[-1]) if found else -1
+    for path in all_checkpoints(run.folder):
+        if step_of(path) > newest:
+            note(f"{path.name} is not whole ({fault_of(path)}): it is passed over")
+    run.drop_metrics_after(newest)
     if not found:
         note(f"no checkpoint in {run.folder}: starting from the first step")
-        run.drop_metrics_after(-1)
         return None
-    step = int(found[-1].name.rpartition("-")[2])
-    note(f"going on from step {step}")
-    run.drop_metrics_after(step)
+    note(f"going on from step {newest}")
     return str(found[-1])
 
 
@@ -383,7 +330,9 @@ def collected(run: Run, trainer) -> dict:
         metrics["train_loss"] = sum(losses) / len(losses)
     seconds = trainer.seconds()
     return {
+        "step": trainer.state.global_step,
         "steps": trainer.state.global_step,
+        "eta_s": 0,
         "counters": dict(trainer.counts),
         "problems": [f"{row}: {reason}" for row, reason in trainer.problems],
         "lengths": trainer.lengths,

@@ -8,9 +8,7 @@ import errno
 import json
 import os
 import platform
-import resource
 import shutil
-import sys
 import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -21,8 +19,10 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-from .errors import EnvironmentUnfit, UsageError
-from .files import finite, user_path, usual_mode, write_whole
+from .cli import note, told
+from .errors import CannotLoad, EnvironmentUnfit, UsageError
+from .files import finite, mib, move_whole, user_path, write_whole
+from .meter import peak_memory_mb
 from .report import write_report
 
 # What a run writes, by name: --overwrite removes these and nothing else.
@@ -30,8 +30,9 @@ OWN_FILES = """
 run.json metrics.jsonl report.html adapter_config.json adapter_model.safetensors config.json generation_config.json
 model.safetensors model-*-of-*.safetensors model.safetensors.index.json processor_config.json preprocessor_config.json
 tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja checkpoint-* base-model
+training_metadata.json samples.json
 """.split()
-LEFTOVERS = (".unfinished", ".saving-*")  # what a killed run leaves
+LEFTOVERS = (".unfinished", ".saving-*", ".removed-*", ".*.tmp")  # what a killed run leaves
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth")
 
 
@@ -47,6 +48,9 @@ class Run:
         UsageError: the folder holds a run or other files, or cannot be resumed from.
     """
 
+    _opened = False
+    _held: int | None = None  # the open folder that the lock is on
+
     def __init__(self, script: str, output: str | None, overwrite: bool = False, resume: bool = False):
         self.script, self.started, self.clock = script, datetime.datetime.now(datetime.UTC), time.monotonic()
         self.folder = user_path(output) if output else self._default_folder()
@@ -58,6 +62,8 @@ class Run:
             raise UsageError(f"--output cannot be used ({problem.strerror})") from None
         self.previous: dict = self._previous() if resume else {}
         self.record = dict(self.previous)
+        self.goes_on = resume  # whether training takes up checkpoints that are there
+        self.together: int | None = None  # rows that stay side by side, where not those of a batch
 
     def _default_folder(self, number: int = 1) -> Path:
         """`runs/<script>-<date-time>`, with a number behind it where that is taken."""
@@ -69,10 +75,9 @@ class Run:
             raise UsageError("--resume needs --output, the folder of the run to go on with")
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"--output {self.folder} is a file")
-        used = self.folder.is_dir() and any(self.folder.iterdir())
-        holds_run = used and (self.folder / "run.json").exists()
-        if self.resume and not holds_run:
-            raise UsageError(f"--resume: there is no run in {self.folder}")
+        held = set(self.folder.iterdir()) if self.folder.is_dir() else set()
+        used = held - {path for pattern in LEFTOVERS for path in self.folder.glob(pattern)}
+        holds_run = self.folder / "run.json" in used
         if used and not holds_run:
             raise UsageError(f"--output {self.folder} holds other files: choose a new or empty folder")
         if holds_run and not (self.overwrite or self.resume):
@@ -81,6 +86,11 @@ class Run:
             )
 
     def _previous(self) -> dict:
+        """The record of the run that is resumed; empty where none was begun: the same command starts a run and goes on
+        with it, whenever it was stopped."""
+        if not (self.folder / "run.json").exists():
+            note(f"--resume: there is no run in {self.folder} yet: it begins with the first step")
+            return {}
         try:
             return json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
         except ValueError:
@@ -88,7 +98,7 @@ class Run:
 
     def _lock(self) -> None:
         """Keep other runs out of the folder, until this process ends."""
-        if fcntl is None or int(os.environ.get("RANK", 0)):  # the ranks of a run share it
+        if fcntl is None or self._held is not None or int(os.environ.get("RANK", 0)):  # the ranks of a run share it
             return
         self._held = os.open(self.folder, os.O_RDONLY)
         try:
@@ -120,18 +130,33 @@ class Run:
         except OSError as problem:
             raise EnvironmentUnfit(f"--output {self.folder} cannot be made ({problem.strerror})") from None
         self._lock()
+        if self._opened:  # by an attempt that ran out of memory
+            return
+        self._opened = True
         free = shutil.disk_usage(self.folder).free
         if free < needed_bytes:
             raise EnvironmentUnfit(
-                f"not enough disk: {self.folder} needs about {_mib(needed_bytes)} for checkpoints and the result, "
-                f"{_mib(free)} are free. Free some, or choose another --output."
+                f"not enough disk: {self.folder} needs about {mib(needed_bytes)} for checkpoints and the result, "
+                f"{mib(free)} are free. Free some, or choose another --output."
             )
         if self.overwrite and not self.resume:
             for path in [path for pattern in OWN_FILES for path in self.folder.glob(pattern)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for path in [path for pattern in LEFTOVERS for path in self.folder.glob(pattern)]:
             shutil.rmtree(path, ignore_errors=True)
-        self.save_record(status="running", started=self.started.isoformat(timespec="seconds"), script=self.script)
+        self.save_record(
+            status="running",
+            why="",
+            pid=os.getpid(),
+            host=platform.node(),
+            started=self.started.isoformat(timespec="seconds"),
+            script=self.script,
+        )
+
+    def begin_anew(self, **facts) -> None:
+        """Have the next attempt go on from what the one before has saved, if anything."""
+        self.goes_on = True
+        self.save_record(**facts)
 
     def save_record(self, **facts) -> None:
         """Add facts to `run.json` and write it."""
@@ -142,17 +167,20 @@ class Run:
 
     def finish(self, status: str, **facts) -> None:
         """Write the last `run.json` and the report page."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
         timing = facts.pop("timing", {}) | {"total_s": round(time.monotonic() - self.clock, 1)}
-        self.save_record(status=status, timing=timing, peak_memory_mb=self._gpu_peak() or round(peak), **facts)
-        write_report(self.folder / "report.html", self.record, self.metrics())
+        self.save_record(status=status, timing=timing, peak_memory_mb=peak_memory_mb(), notes=list(told), **facts)
+        self.write_report()
+
+    def write_report(self) -> Path:
+        """Write `report.html` from what the folder holds; returns its path."""
+        return report_again(self.folder, self.record)
+
+    def show(self, samples: dict) -> None:
+        """Keep what samples and prompts look like (see `report.write_report`) for the report."""
+        write_whole(self.folder / "samples.json", json.dumps(shown_of(self.folder) | samples, ensure_ascii=False))
 
     def metrics(self) -> list[dict]:
-        path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return []
-        entries = filter(None, map(_entry, path.read_text(encoding="utf-8").splitlines()))
-        return [{k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in entry.items()} for entry in entries]
+        return metrics_of(self.folder)
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget the log of steps that a resumed run will do again."""
@@ -161,20 +189,56 @@ class Run:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             write_whole(path, "".join(line for line in lines if _entry(line).get("step", step + 1) <= step))
 
+    def add_metrics(self, facts: dict) -> None:
+        """Append a line to `metrics.jsonl`."""
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finite(facts), ensure_ascii=False) + "\n")
+
+    @contextlib.contextmanager
+    def aside(self):
+        """A folder beside the run's files to write into; what is left in it goes."""
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".saving-") as folder:
+            yield Path(folder)
+
     @contextlib.contextmanager
     def staged(self):
         """A folder to write the result into; its files move into the run folder one by one, each whole."""
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".saving-") as staging:
-            yield Path(staging)
-            for path in sorted(Path(staging).iterdir()):
-                os.chmod(path, usual_mode())  # some writers make files that only their owner can read
-                os.replace(path, self.folder / path.name)
+        with self.aside() as staging:
+            yield staging
+            for path in sorted(staging.iterdir()):
+                move_whole(path, self.folder / path.name)
 
-    @staticmethod
-    def _gpu_peak() -> int:
-        import torch
 
-        return round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else 0
+def report_again(folder: Path, record: dict | None) -> Path:
+    """Write `report.html` from what a run's folder holds, and return its path.
+
+    Args:
+        record: what `run.json` says.
+
+    Raises:
+        CannotLoad: there is no run.
+    """
+    if record is None:
+        raise CannotLoad(f"{folder}: there is no run.json to make a report from")
+    return write_report(folder / "report.html", record, metrics_of(folder), shown_of(folder))
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """The lines of a run's `metrics.jsonl`."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    entries = filter(None, map(_entry, path.read_text(encoding="utf-8").splitlines()))
+    return [{k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in entry.items()} for entry in entries]
+
+
+def shown_of(folder: Path) -> dict:
+    """What a run keeps for its report of samples and prompts, by name."""
+    try:
+        found = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _entry(line: str) -> dict:
@@ -192,14 +256,3 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
-
-
-def checkpoint_bytes(model) -> int:
-    """About what a run writes: two checkpoints with the optimizer's two moments, and the result."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    optimizer = 2 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return 3 * (weights + optimizer) + weights + 64 * 2**20  # three: the new one is whole before an old one goes
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.0f} MiB"

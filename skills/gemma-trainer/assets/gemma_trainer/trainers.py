@@ -1,11 +1,11 @@
-"""TRL's trainers on rows with media, and the arguments of a run, every one of them explicit."""
+"""TRL's trainers on rows with media."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -15,13 +15,16 @@ import transformers
 import trl
 
 from .batching import LengthGroupedSampler
+from .checkpoints import checkpoint_bytes, checkpoints, put_in_place, rotate, seal, size_of
 from .collator import Batch, MultimodalCollator
-from .errors import CannotLoad, DataError
-from .files import write_whole
+from .divergence import DivergenceGuard
+from .errors import CannotLoad, DataError, EnvironmentUnfit
+from .files import is_disk_full, mib, usual_mode, write_whole
 from .losses import trl_scores_trained_only, use_chunked_loss
+from .meter import Meter
 from .stats import add_counts
 
-COLLECTED = "collected.json"  # in each checkpoint: what the collator did so far
+COLLECTED = "collected.json"  # in each checkpoint: what the trainer keeps beside transformers' own state
 LENGTHS = "lengths.npy"  # in each checkpoint: the lengths of rows as the sampler knows them
 MAX_NAMED = 1000  # problems kept by name
 MAX_LENGTHS = 20_000  # row lengths kept for the report's histogram
@@ -31,28 +34,41 @@ class RowsTrainer:
     """What TRL's trainers need to train on rows that the collator reads itself: mixed in before one of them.
 
     Checkpoints appear whole or not at all. Rows of near-equal lengths are trained together (see
-    `batching.LengthGroupedSampler`).
+    `batching.LengthGroupedSampler`). A run that is resumed logs what the unbroken one would have logged.
 
     `counts`, `problems`, `lengths` (tokens a row) and `waited` (seconds spent waiting for batches) add up over the
-    batches that were trained on, those before a resumed checkpoint included.
+    batches that were trained on, those before a resumed checkpoint included; so does what is put into `kept`, which
+    must be JSON. `best_step` is the step of a checkpoint that stays. Where `describe` is set, it is called with each
+    folder that a model was saved to; where `stopping` returns true, an evaluation under way is given up.
 
     Args:
         rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`.
         collator, eval_collator: one `MultimodalCollator` each, so that their counters stay apart.
         max_bad_media: largest share of unreadable media, and of unreadable rows, before the run stops.
+        on_divergence: "stop", or "skip" the batches whose loss or gradient is no number.
+        together: rows that are taken side by side when they are put in order; the batch size by default. A run that is
+            to see the same rows in the same order with smaller batches needs it.
         more: for the trainer of TRL.
 
     Raises:
         DataError: while training, when the share of bad media or rows is over `max_bad_media`.
+        Diverged: while training, when the loss or the gradient is no number.
+        EnvironmentUnfit: the disk has no room for a checkpoint.
     """
 
+    describe: Callable[[Path], None] | None = None
+    best_step: int | None = None
+
     def __init__(self, model, args, rows, collator, processor, eval_rows=None, eval_collator=None,
-                 max_bad_media: float = 0.05, callbacks=None, **more):  # fmt: skip
+                 max_bad_media: float = 0.05, callbacks=None, on_divergence: str = "stop",
+                 together: int | None = None, **more):  # fmt: skip
         self.counts: dict[str, int] = {}
         self.problems: list[tuple[str, str]] = []
         self.lengths: list[int] = []
         self.waited = 0.0
+        self.kept: dict = {}
         self.max_bad_media = max_bad_media
+        self.guard, self.meter = DivergenceGuard(self, on_divergence == "skip"), Meter()
         self._before, self._began = 0.0, time.monotonic()
         self._eval_collator = eval_collator or collator
         self._eval_sums, self._eval_counts, self._eval_problems = [0.0, 0], {}, []
@@ -64,14 +80,14 @@ class RowsTrainer:
             train_dataset=datasets.Dataset.from_dict({"row": [""]}),
             eval_dataset=eval_rows,
             processing_class=processor,
-            callbacks=[BadMediaStop(self), EpochTeller(self), *(callbacks or [])],
+            callbacks=[Watchman(self), *(callbacks or [])],
             **more,
         )
         self.remove_callback(transformers.PrinterCallback)
         self.train_dataset = rows
         self.sampler = LengthGroupedSampler(
             len(rows),
-            self.args.train_batch_size * self.args.world_size,
+            (together or self.args.train_batch_size) * self.args.world_size,
             lambda indices: collator.lengths([rows[index] for index in indices]),
             self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
@@ -84,7 +100,9 @@ class RowsTrainer:
         """How long training took up to now, with what was trained before a resumed checkpoint."""
         return self._before + time.monotonic() - self._began
 
-    # -- batches
+    def stopping(self) -> bool:
+        """Whether the run has been told to stop at once."""
+        return False
 
     def _get_train_sampler(self, train_dataset=None):
         return self.sampler
@@ -100,14 +118,19 @@ class RowsTrainer:
             part.generator = generator
         return loader
 
+    # -- steps
+
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
+        self.meter.begin_step()
         return super().get_batch_samples(self._timed(epoch_iterator), *args, **kwargs)
 
     def _timed(self, batches):
         while True:
             began = time.monotonic()
             batch = next(batches, None)
-            self.waited += time.monotonic() - began
+            waited = time.monotonic() - began
+            self.waited += waited
+            self.meter.waited += waited
             if batch is None:
                 return
             yield batch
@@ -123,8 +146,25 @@ class RowsTrainer:
             add_counts(self.counts, inputs.counts)
             self.problems += inputs.problems[: MAX_NAMED - len(self.problems)]
             self.lengths += inputs["attention_mask"].sum(1).tolist()[: MAX_LENGTHS - len(self.lengths)]
+            self.meter.count(inputs.counts)
             self.check_media(after=100)
-        return super().training_step(model, dict(inputs), num_items_in_batch)
+        loss = super().training_step(model, dict(inputs), num_items_in_batch)
+        return self.guard.seen(getattr(inputs, "rows", []), loss)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Called with the whole gradient of a step, before it is applied."""
+        return self.guard.check(model, super()._get_grad_norm(model, grad_norm))
+
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs:
+            logs |= self.meter.read()
+        super().log(logs, *args, **kwargs)
+
+    def log_plain(self, logs: dict) -> None:
+        """Log figures that are no part of TRL's own, whose averages are left to go on."""
+        logging = self.control.should_log
+        transformers.Trainer.log(self, logs)
+        self.control.should_log = logging
 
     def check_media(self, after: int = 1, counts=None, problems=None) -> None:
         """Stop when too many media, or rows, of those seen so far could not be read."""
@@ -145,6 +185,8 @@ class RowsTrainer:
         raise NotImplementedError
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if self.stopping():
+            raise _GivenUp
         weight = self.weight_of(inputs)
         result = super().prediction_step(model, dict(inputs), prediction_loss_only, ignore_keys)
         self._eval_sums[0] += float(result[0]) * weight
@@ -153,6 +195,12 @@ class RowsTrainer:
             add_counts(self._eval_counts, inputs.counts)
             self._eval_problems += inputs.problems[: MAX_NAMED - len(self._eval_problems)]
         return result
+
+    def evaluate(self, *args, **kwargs):
+        try:
+            return super().evaluate(*args, **kwargs)
+        except _GivenUp:
+            return {}
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         self._eval_sums, self._eval_counts, self._eval_problems = [0.0, 0], {}, []
@@ -174,31 +222,58 @@ class RowsTrainer:
 
     # -- checkpoints
 
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to load
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod(usual_mode())  # which only their owner could read
+        if self.describe:
+            self.describe(folder)
+
     def _save_checkpoint(self, model, trial):
         """Write a checkpoint beside its place and move it there whole; then drop the oldest beyond the limit."""
         final, limit = Path(self.args.output_dir), self.args.save_total_limit
-        name = f"checkpoint-{self.state.global_step}"
         unfinished = final / ".unfinished"
+        folder = unfinished / f"checkpoint-{self.state.global_step}"
         self.args.output_dir, self.args.save_total_limit = str(unfinished), None
         try:
             transformers.Trainer._save_checkpoint(self, model, trial)
             if self.args.should_save:
-                collected = [self.counts, self.problems, self.lengths, self.seconds(), self.waited]
-                write_whole(unfinished / name / COLLECTED, json.dumps(collected))
-                np.save(unfinished / name / LENGTHS, self.sampler.lengths)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)  # the disk may be full
+                write_whole(folder / COLLECTED, json.dumps(self._collected()))
+                np.save(folder / LENGTHS, self.sampler.lengths)
+                seal(folder)
+                put_in_place(folder, final)
+        except BaseException as problem:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if is_disk_full(problem):
+                raise EnvironmentUnfit(self._told_full(final)) from None
             raise
         finally:
             self.args.output_dir, self.args.save_total_limit = str(final), limit
-        self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            shutil.rmtree(final / name, ignore_errors=True)
-            os.replace(unfinished / name, final / name)
             shutil.rmtree(unfinished, ignore_errors=True)
-            for old in checkpoints(final)[:-limit] if limit else ():
-                shutil.rmtree(old, ignore_errors=True)
+            rotate(final, limit, self.best_step)
         self.accelerator.wait_for_everyone()
+
+    def _told_full(self, final: Path) -> str:
+        whole = checkpoints(final)
+        needed = size_of(whole[-1]) if whole else checkpoint_bytes(self.model)
+        free = shutil.disk_usage(final).free
+        told = f"no room for the checkpoint of step {self.state.global_step}: it takes about {mib(needed)}, "
+        told += f"{mib(free)} are free on the disk of {final}.\n"
+        if not whole:
+            return told + "Free some, then begin anew"
+        return told + f"{whole[-1].name} is whole: free some, then go on with --resume"
+
+    def _collected(self) -> dict:
+        names = "counts problems lengths waited kept best_step".split()
+        return {name: getattr(self, name) for name in names} | {
+            "seconds": self.seconds(),
+            # What was summed up since the last log, for the next one.
+            "unlogged": [self._tr_loss.item(), self._globalstep_last_logged, self._total_loss_scalar],
+            "metrics": self._metrics["train"],
+        }
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         """Where the trainer takes up a checkpoint's state, take up what was collected before it, too."""
@@ -212,12 +287,24 @@ class RowsTrainer:
         if checkpoint is None:
             return
         if (path := Path(checkpoint) / COLLECTED).is_file():
-            collected = json.loads(path.read_text(encoding="utf-8"))
-            self.counts, self.problems, self.lengths, self._before, self.waited = collected
+            self._resumed = json.loads(path.read_text(encoding="utf-8"))
+            for name in "counts problems lengths waited kept best_step".split():
+                setattr(self, name, self._resumed[name])
+            self._before = self._resumed["seconds"]
         if (path := Path(checkpoint) / LENGTHS).is_file():
             known = np.load(path)
             if known.shape == self.sampler.lengths.shape:
                 self.sampler.lengths = known
+
+    _resumed: dict | None = None
+
+    def take_up_log(self) -> None:
+        """Go on with what was summed up for the next log when the checkpoint was saved; transformers begins at 0."""
+        if self._resumed:
+            loss, self._globalstep_last_logged, self._total_loss_scalar = self._resumed["unlogged"]
+            self._tr_loss += loss
+            self._metrics["train"].update({name: list(values) for name, values in self._resumed["metrics"].items()})
+            self._resumed = None
 
 
 class GemmaSFTTrainer(RowsTrainer, trl.SFTTrainer):
@@ -253,105 +340,30 @@ class GemmaSFTTrainer(RowsTrainer, trl.SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class BadMediaStop(transformers.TrainerCallback):
-    """Looks at the share of bad media at the end of each epoch, also where fewer than 100 were seen."""
+class Watchman(transformers.TrainerCallback):
+    """What a `RowsTrainer` does at moments that only callbacks are told of."""
 
     def __init__(self, trainer: RowsTrainer):
         self.trainer = trainer
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.take_up_log()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        # With several ranks, nobody else tells the sampler in the epoch that a run resumes in.
+        self.trainer.sampler.set_epoch(int(state.epoch or 0))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.meter.end_step()
+
     def on_epoch_end(self, args, state, control, **kwargs):
+        """Look at the share of bad media, also where fewer than 100 were seen."""
         if abs(state.epoch - round(state.epoch)) < 1e-6:  # not where --max-steps ends the run within an epoch
             self.trainer.check_media()
 
 
-class EpochTeller(transformers.TrainerCallback):
-    """Tells the sampler which epoch begins: with several ranks, nobody else does in the epoch that a run resumes in."""
-
-    def __init__(self, trainer: RowsTrainer):
-        self.trainer = trainer
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.trainer.sampler.set_epoch(int(state.epoch or 0))
-
-
-def checkpoints(folder: str | Path) -> list[Path]:
-    """The whole checkpoints in a run folder, oldest step first."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def common_arguments(
-    output: str | Path, precision, *, max_length: int, batch_size: int, grad_accum: int, lr: float, epochs: float,
-    max_steps: int | None, steps: int, seed: int, save_steps: int | None, eval_steps: int | None, evaluate: bool,
-    workers: int, report_to: list[str], checkpointing: bool,
-) -> dict:  # fmt: skip
-    """The arguments of any run. TRL's own defaults differ by version (bf16 and checkpointing on, length 1024, also on a
-    CPU), so whatever matters is set here.
-
-    Args:
-        precision: a `precision.Precision`.
-        steps: optimizer steps of the whole run, from which logging, saving and evaluation intervals are taken.
-        workers: processes that prepare batches ahead, enough of them for the next optimizer step.
-    """
-    often = max(1, steps // 10)
-    return dict(
-        output_dir=str(output),
-        max_length=max_length,
-        per_device_train_batch_size=batch_size,
-        per_device_eval_batch_size=batch_size,
-        gradient_accumulation_steps=grad_accum,
-        num_train_epochs=epochs,
-        max_steps=max_steps or -1,
-        learning_rate=lr,
-        lr_scheduler_type="cosine",
-        warmup_steps=round(0.03 * steps),  # none in a short run: the first step of a warm-up has rate 0
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        optim="adamw_torch",
-        bf16=precision.dtype == "bfloat16",
-        fp16=precision.dtype == "float16",
-        use_cpu=precision.device == "cpu",
-        gradient_checkpointing=checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        remove_unused_columns=False,
-        dataloader_num_workers=workers,
-        dataloader_persistent_workers=workers > 0,
-        # The batches of an optimizer step are taken all at once.
-        dataloader_prefetch_factor=1 + -(-grad_accum // workers) if workers else None,
-        dataloader_pin_memory=precision.device == "cuda",
-        accelerator_config={"non_blocking": precision.device == "cuda"},
-        ddp_find_unused_parameters=True,
-        logging_strategy="steps",
-        logging_steps=max(1, steps // 200),
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=save_steps or often,
-        save_total_limit=2,
-        eval_strategy="steps" if evaluate else "no",
-        eval_steps=eval_steps or often,
-        prediction_loss_only=True,
-        seed=seed,
-        data_seed=seed,
-        report_to=report_to or "none",
-        disable_tqdm=True,  # `callbacks.Progress` shows the progress
-    )
-
-
-def sft_arguments(output: str | Path, precision, **options) -> trl.SFTConfig:
-    """The arguments of a supervised run; `options` as for `common_arguments`."""
-    return trl.SFTConfig(
-        **common_arguments(output, precision, **options),
-        dataset_kwargs={"skip_prepare_dataset": True},
-        loss_type="chunked_nll" if trl_chunks() else "nll",
-        packing=False,
-    )
-
-
-def trl_chunks() -> bool:
-    """Whether the installed TRL knows `loss_type="chunked_nll"` as a loss of its own (before 1.15)."""
-    from packaging.version import Version
-
-    return Version(trl.__version__) < Version("1.15")
+class _GivenUp(Exception):
+    """An evaluation that nobody waits for any more."""
 
 
 def something_is_trained(rows, collator: MultimodalCollator, size: int = 8) -> bool:

@@ -11,10 +11,10 @@ import sys
 import numpy as np
 
 from . import examples
-from .cli import CollatorFlags
 from .errors import UsageError
 from .files import user_path
 from .findings import BAD_MEDIA, CONVERT, DROP, ERROR, INFO, KINDS, ORDER, WARNING
+from .flags import CollatorFlags
 from .survey import Survey, few_labels, load_collator, take_survey
 from .tally import texts_of_entry
 from .writing import RowsWriter, refuse_inputs, writable

@@ -1,0 +1,57 @@
+"""How fast a run goes, what it waits for, and how much memory it takes, from one log to the next."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+
+class Meter:
+    """Reads what happened since the last reading. Evaluation, checkpoints and sample answers are no part of it.
+
+    `waited` is for the caller to add to: seconds spent waiting for batches.
+    """
+
+    def __init__(self):
+        self._restart()
+
+    def _restart(self) -> None:
+        self.waited = self.busy = 0.0
+        self.counts: Counter[str] = Counter()
+        self._began: float | None = None
+
+    def begin_step(self) -> None:
+        self._began = time.monotonic()
+
+    def end_step(self) -> None:
+        if self._began is not None:
+            self.busy += time.monotonic() - self._began
+            self._began = None
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        self.counts.update({name: counts.get(name, 0) for name in ("tokens", "padding")})
+
+    def read(self) -> dict[str, float]:
+        """{"tokens_per_second", "data_wait" and "padding" (shares of 1), "memory_mb" (the peak so far)}."""
+        tokens, padding = self.counts["tokens"], self.counts["padding"]
+        read = {
+            "tokens_per_second": round(tokens / self.busy, 1) if self.busy else 0.0,
+            "data_wait": round(self.waited / self.busy, 4) if self.busy else 0.0,
+            "padding": round(padding / max(tokens + padding, 1), 4),
+            "memory_mb": peak_memory_mb(),
+        }
+        self._restart()
+        return read
+
+
+def peak_memory_mb() -> int:
+    """The most memory this process has taken up to now: of the GPU where there is one, else its resident set."""
+    import torch
+
+    if torch.cuda.is_available():
+        return round(torch.cuda.max_memory_allocated() / 2**20)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10))

@@ -1,0 +1,207 @@
+"""All of a training run that can go wrong before a model is loaded: flags, folder, rows, processor, collators."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+from . import metadata, sources
+from .cli import note
+from .data import Data, check_data, load_data
+from .errors import EnvironmentUnfit, UsageError
+from .eval_prompts import read_prompts
+from .goals import Goal
+from .runs import Run
+
+TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX")} | {
+    name: (name,) for name in "wandb mlflow trackio comet_ml swanlab clearml neptune dvclive codecarbon".split()
+}
+# Peak learning rates: of LoRA, of full fine-tuning, and of both for the tiny demo model.
+RATES = {"sft": (2e-4, 1e-5, 1e-2, 3e-3), "dpo": (5e-6, 1e-6, 5e-3, 1e-3), "reward": (1e-4, 1e-5, 5e-3, 1e-3)}
+
+
+# What a resumed run must not change: what is trained, and for what; and what it may, and is told.
+FIXED = """model adapter full quantize lora_r lora_alpha lora_targets beta loss_type loss_weights label_smoothing
+center_rewards_coefficient""".split()
+CHANGED = "lr seed batch_size grad_accum max_len precision loss_on train_reasoning thinking truncation".split()
+
+DPO_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+
+
+def prepare(config, script: str):
+    """Everything that can go wrong before a model is loaded: flags, run folder, rows, processor, collators.
+
+    Returns:
+        (config, run, rows, model config, processor, collators): the config with its defaults filled in, and a collator
+        each for training and evaluation.
+    """
+    config = with_defaults(config)
+    run = open_run(config, script)
+    rows = load_data(config)
+    check_resumed(config, run, rows)
+    model_config, processor = load_processor(config)
+    collators = make_collators(config, processor, model_config)
+    check_data(config, rows, collators[0])
+    if getattr(config, "eval_prompts", None):
+        rows.prompts = read_prompts(config.eval_prompts)
+    return config, run, rows, model_config, processor, collators
+
+
+def with_defaults(config):
+    """Fill in what depends on other flags, and say so where the built-in demo runs."""
+    if config.task == "dpo":
+        _check_losses(config)
+    if getattr(config, "adapter", None):
+        config = _with_adapter(config)
+    if not config.demo and config.model is None:
+        raise UsageError("--dataset needs --model: a hub id such as google/gemma-4-E2B-it, a folder, or demo")
+    for tracker in set(config.report_to) - {"none"}:
+        if tracker not in TRACKERS:
+            raise UsageError(f"--report-to {tracker}: known are {', '.join(TRACKERS)}")
+        if not any(map(find_spec, TRACKERS[tracker])):
+            raise EnvironmentUnfit(f"--report-to {tracker} needs a package: pip install {TRACKERS[tracker][0]}")
+    _check_goals(config)
+    if config.backend == "unsloth":
+        raise EnvironmentUnfit("--backend unsloth is not part of this version: use --backend hf")
+    if config.demo and (config.eval_dataset or config.test_size):
+        raise UsageError("--eval-dataset and --test-size need --dataset: the demo has held-out rows of its own")
+    if config.eval_dataset and config.test_size:
+        raise UsageError("--eval-dataset and --test-size exclude each other")
+    if config.demo:
+        model = "tiny random Gemma 4" if config.model in (None, "demo") else config.model
+        note(f"No --dataset given: running the built-in demo ({model}, bundled samples, offline).")
+    tiny = config.model in (None, "demo")
+    chosen = {
+        "model": config.model or "demo",
+        "batch_size": config.batch_size or (8 if config.demo else 1),
+        "grad_accum": config.grad_accum or (1 if config.demo else 8),
+        "lr": config.lr or RATES[config.task][2 * tiny + config.full],
+        "max_steps": config.max_steps or (120 if config.demo and config.epochs == 1 else None),
+    }
+    return dataclasses.replace(config, **chosen)
+
+
+def _check_goals(config) -> None:
+    """Refuse goals that nothing will be measured for, and metadata that cannot be read (UsageError)."""
+    metadata.read_own(config.metadata, config.metadata_file)
+    wanted = {"--best-by": config.best_by}
+    if config.stop_when:
+        try:
+            wanted["--stop-when"] = Goal.read(config.stop_when).metric
+        except ValueError as problem:
+            raise UsageError(f"--stop-when: {problem}") from None
+    evaluates = config.demo or config.eval_dataset or config.test_size
+    for flag, metric in wanted.items():
+        if (metric or "").startswith("gen/") and not getattr(config, "eval_prompts", None):
+            raise UsageError(f"{flag} {metric} needs --eval-prompts")
+        if (metric or "").startswith("eval_") and not evaluates:
+            raise UsageError(f"{flag} {metric} needs --eval-dataset or --test-size")
+    if config.report_samples and not getattr(config, "eval_prompts", None):
+        raise UsageError("--report-samples needs --eval-prompts")
+
+
+def _check_losses(config) -> None:
+    """Refuse losses that TRL does not know, or that lack what they need (UsageError)."""
+    if unknown := [name for name in config.loss_type if name not in DPO_LOSSES]:
+        raise UsageError(f"--loss-type {unknown[0]}: known are {', '.join(DPO_LOSSES)}")
+    if config.loss_weights and len(config.loss_weights) != len(config.loss_type):
+        raise UsageError(f"--loss-weights: {len(config.loss_weights)} for {len(config.loss_type)} of --loss-type")
+    try:
+        weights = [float(weight) for weight in config.loss_weights]
+    except ValueError:
+        weights = [math.nan]
+    if not all(map(math.isfinite, weights)):
+        raise UsageError("--loss-weights must be numbers")
+    if not 0 <= config.label_smoothing < 0.5:
+        raise UsageError(f"--label-smoothing must be at least 0 and less than 0.5, got {config.label_smoothing}")
+    if "exo_pair" in config.loss_type and not config.label_smoothing:
+        raise UsageError("--loss-type exo_pair needs --label-smoothing, such as 0.001")
+
+
+def _with_adapter(config):
+    from . import models
+
+    if config.full:
+        raise UsageError("--adapter is trained on as an adapter: drop --full")
+    base, found = models.base_of(config.adapter), models.adapter_config(config.adapter)
+    if str(found.task_type).endswith("SEQ_CLS"):
+        raise UsageError(
+            f"--adapter {config.adapter} is a reward model, which does not speak: give a run of sft_train.py"
+        )
+    own = {field.name: field.default for field in dataclasses.fields(config) if field.name.startswith("lora_")}
+    for name in (name for name, default in own.items() if getattr(config, name) != default):
+        raise UsageError(f"--{name.replace('_', '-')}: --adapter brings its own: drop the flag")
+    shape = {"lora_r": found.r, "lora_alpha": found.lora_alpha, "lora_dropout": found.lora_dropout}
+    return dataclasses.replace(config, model=config.model or base, **shape)
+
+
+def open_run(config, script: str) -> Run:
+    """The run with its folder, refused where the folder is in use (see `runs.Run`)."""
+    run = Run(script, config.output, config.overwrite, config.resume)
+    for flag in ("adapter", "model") if config.overwrite and not config.resume else ():
+        name = getattr(config, flag, None)
+        if name and Path(name).is_dir() and Path(name).resolve().is_relative_to(run.folder.resolve()):
+            raise UsageError(f"--overwrite would remove the --{flag} that the run begins with: choose another --output")
+    return run
+
+
+def check_resumed(config, run: Run, data: Data) -> None:
+    """Refuse to resume what is finished, or was begun with other flags (UsageError)."""
+    if not run.previous:
+        return
+    if (script := run.previous.get("script", run.script)) != run.script:
+        raise UsageError(f"--resume: the run in {run.folder} is one of {script}.py")
+    steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
+    now = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}
+    other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
+    for name in FIXED:
+        if name in other:
+            told = f"{other[name]} {before[name]}, not {now[name]}"
+            raise UsageError(f"--resume: the run in {run.folder} was begun with {told}")
+    if told := [f"{flag} {now[name]} (before: {before[name]})" for name, flag in other.items() if name in CHANGED]:
+        note(f"going on with other flags: {', '.join(told)}")
+    known = run.previous.get("data", {}).get("fingerprint")
+    if known and known != sources.fingerprint(data.names, len(data.rows)):
+        raise UsageError(f"--resume: the data are not those that the run in {run.folder} was begun with")
+    if run.previous.get("status") == "done" and run.previous.get("steps", 0) >= steps:
+        raise UsageError(
+            f"--resume: the run in {run.folder} is finished ({steps} steps): raise --epochs or --max-steps to go on"
+        )
+
+
+# ---- processor and collators
+
+
+def load_processor(config):
+    """(model config, processor) of the run's model; no weights."""
+    from . import demo, models
+
+    if config.model == "demo":
+        processor = demo.make_processor()
+        return demo.make_config(processor.tokenizer), processor
+    model_config, _ = models.load_config(config.model)
+    trained = getattr(config, "adapter", None)  # whose folder has the processor that it was trained with
+    name = trained if trained and (Path(trained) / "tokenizer.json").is_file() else config.model
+    return model_config, models.load_processor(name, model_config)
+
+
+def make_collators(config, processor, model_config):
+    """A collator for training and one for evaluation."""
+    from . import families
+    from .collator import MultimodalCollator
+
+    options = config.collator_options() | {"modalities": families.modalities(processor, model_config)}
+    options["task"] = "preference" if getattr(config, "paired", False) else "sft"  # a check measures each side alone
+    return tuple(MultimodalCollator(processor, config.max_len, **options) for _ in range(2))
+
+
+def steps_of(config, rows: int) -> int:
+    """Optimizer steps of a run on one device."""
+    if config.max_steps:
+        return config.max_steps
+    return math.ceil(config.epochs * math.ceil(math.ceil(rows / config.batch_size) / config.grad_accum))

@@ -1,0 +1,259 @@
+"""Whether a trained model will be what it was when somebody else loads it: base, template, keys, numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import metadata
+from .errors import CannotLoad, EnvironmentUnfit
+
+LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found. `passed` is None where it could not be made, or where nothing is wrong but odd."""
+
+    check: str
+    passed: bool | None
+    told: str
+
+
+def state_of(folder: Path) -> dict | None:
+    """The record of the run in a folder, None where there is none; its status is "killed" where its process is gone."""
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if record.get("status") == "running" and record.get("host") == platform.node() and not _alive(record.get("pid")):
+        record |= {"status": "killed", "why": f"its process {record.get('pid')} is gone: go on with --resume"}
+    return record
+
+
+def _alive(pid) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, TypeError, ValueError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def inspect(folder: str) -> dict:
+    """What a folder of a run, a checkpoint or an adapter holds, and whether it can be used.
+
+    Returns:
+        {"folder", "kind" ("adapter", "model" or "run"), "run" (some of its record, or None), "facts" (see
+        `metadata.facts_of`, or None), "checks": [`Finding` as a dict]}.
+
+    Raises:
+        CannotLoad: nothing of the kind is there.
+    """
+    path = Path(folder)
+    kind = (
+        "adapter" if (path / "adapter_config.json").is_file() else "model" if (path / "config.json").is_file() else ""
+    )
+    state = state_of(path)
+    if not kind and state is None:
+        raise CannotLoad(f"{folder}: no run, checkpoint, adapter or model is there")
+    facts = metadata.read(path)
+    checks = list(_checks(path, kind, facts)) if kind else [Finding("result", None, _unfinished(path))]
+    names = "script status why step total_steps eta_s started metrics".split()
+    run = {name: state[name] for name in names if name in state} if state else None
+    return {
+        "folder": folder,
+        "kind": kind or "run",
+        "run": run,
+        "facts": facts,
+        "checks": [asdict(finding) for finding in checks],
+    }
+
+
+def _unfinished(path: Path) -> str:
+    from .checkpoints import checkpoints
+
+    whole = checkpoints(path)
+    last = f"; the last whole checkpoint is {whole[-1].name}, which can be inspected" if whole else ""
+    return f"no model has been saved yet{last}"
+
+
+def _checks(path: Path, kind: str, facts: dict | None) -> Iterator[Finding]:
+    yield _facts(path, kind, facts)
+    name, config, told = _base(path, kind)
+    yield Finding("base model", config is not None, told)
+    yield from _template(path, facts, name if config is not None else None)
+    weights = _Weights.of(path, kind)
+    if isinstance(weights, str):
+        yield Finding("weights", False, weights)
+        return
+    if config is not None:
+        yield _keys(path, kind, config, weights)
+    yield from _numbers(kind, weights)
+
+
+def _facts(path: Path, kind: str, facts: dict | None) -> Finding:
+    if facts is None:
+        return Finding("metadata", None, f"no {metadata.FILE}: made by another tool, or by an older version")
+    if kind == "adapter":
+        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+        if config.get(metadata.KEY) != facts:
+            told = f"adapter_config.json has lost its {metadata.KEY}, or has another; {metadata.FILE} is what lasts"
+            return Finding("metadata", None, told)
+    return Finding("metadata", True, f"{facts.get('task')} on {facts.get('data', {}).get('rows')} rows")
+
+
+def _base(path: Path, kind: str):
+    """(name of the base model, its config or None, what to tell)."""
+    from . import models
+
+    name = models.base_of(str(path)) if kind == "adapter" else str(path)
+    try:
+        config, _ = models.load_config(name)
+    except (CannotLoad, EnvironmentUnfit) as problem:
+        return name, None, str(problem).splitlines()[0]
+    return name, config, f"{name} ({config.model_type})"
+
+
+def _template(path: Path, facts: dict | None, base: str | None) -> Iterator[Finding]:
+    found = path / "chat_template.jinja"
+    if not found.is_file():
+        yield Finding("chat template", False, "no chat_template.jinja: copy that of the base model that was trained on")
+        return
+    own = metadata.template_hash(found.read_text(encoding="utf-8"))
+    known = (facts or {}).get("chat_template", {}).get("sha256")
+    if known and known != own:
+        yield Finding("chat template", False, f"it is not the one that was trained on (sha256 {known[:16]})")
+    else:
+        told = f"sha256 {own[:16]}" + ("" if known else "; nothing says whether it was trained on")
+        yield Finding("chat template", True if known else None, told)
+    if base is None or Path(base) == path:
+        return
+    with contextlib.suppress(Exception):  # the base's own template cannot be read: nothing to compare
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(base).chat_template
+        theirs = theirs.get("default") if isinstance(theirs, dict) else theirs
+        beside = Path(base) / "chat_template.jinja"
+        theirs = beside.read_text(encoding="utf-8") if beside.is_file() else theirs
+        if theirs and metadata.template_hash(theirs) != own:
+            told = "the base model's is another: whoever serves the adapter must take the one that is saved with it"
+            yield Finding("base's template", None, told)
+
+
+class _Weights:
+    """The tensors of a folder, by name, read one at a time."""
+
+    def __init__(self, files: list[Path]):
+        from safetensors import safe_open
+
+        self.files = {path: safe_open(path, "pt") for path in files}
+        self.names = {name: path for path, opened in self.files.items() for name in opened.keys()}  # noqa: SIM118
+
+    @classmethod
+    def of(cls, path: Path, kind: str) -> _Weights | str:
+        """The weights, or why they cannot be read."""
+        files = sorted(path.glob("adapter_model*.safetensors" if kind == "adapter" else "model*.safetensors"))
+        if not files:
+            return "no .safetensors file with weights"
+        index = path / "model.safetensors.index.json"
+        if kind == "model" and index.is_file():
+            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if absent := sorted(wanted - {file.name for file in files}):
+                return f"{absent[0]} is missing"
+        try:
+            return cls(files)
+        except Exception as problem:
+            return f"the weights cannot be read ({type(problem).__name__}: cut off?)"
+
+    def shape(self, name: str) -> list[int]:
+        return self.files[self.names[name]].get_slice(name).get_shape()
+
+    def tensor(self, name: str):
+        return self.files[self.names[name]].get_tensor(name)
+
+
+def _keys(path: Path, kind: str, config, weights: _Weights) -> Finding:
+    """Whether every tensor has a place in the base model, of its shape."""
+    from . import models
+
+    reward = kind == "adapter" and str(models.adapter_config(str(path)).task_type).endswith("SEQ_CLS")
+    reward = reward or any("SequenceClassification" in name for name in getattr(config, "architectures", None) or [])
+    model = models.skeleton(config, reward)
+    modules, parameters = dict(model.named_modules()), {name: list(p.shape) for name, p in model.named_parameters()}
+    parameters |= {name: list(buffer.shape) for name, buffer in model.named_buffers()}
+    strange, misshapen = [], []
+    for name in weights.names:
+        found = LORA.fullmatch(name)
+        if found and found["module"] in modules:
+            module, shape = modules[found["module"]], weights.shape(name)
+            sides = {"A": (getattr(module, "in_features", None), 1), "B": (getattr(module, "out_features", None), 0)}
+            size, axis = sides[found["side"]]
+            if size is not None and shape[axis] != size:
+                misshapen.append(name)
+            continue
+        plain = name.removeprefix("base_model.model.")
+        if found or plain not in parameters:
+            strange.append(name)
+        elif list(weights.shape(name)) != parameters[plain]:
+            misshapen.append(name)
+    if kind == "model":
+        absent = [name for name, p in model.named_parameters() if name not in weights.names]
+        if absent and not strange:
+            return Finding("keys", False, f"{len(absent)} weights are missing: {', '.join(absent[:SHOWN])}")
+    if strange:
+        near = _near(strange[0], modules)
+        told = f"{len(strange)} of {len(weights.names)} keys have no place in the base model, and would be passed over "
+        return Finding("keys", False, told + f"in silence: {strange[0]}{near}")
+    if misshapen:
+        return Finding("keys", False, f"{len(misshapen)} keys have another shape than in the base: {misshapen[0]}")
+    return Finding("keys", True, f"all {len(weights.names)} keys have their place in the base model")
+
+
+def _near(key: str, modules) -> str:
+    """What the base calls the module that a key most likely means."""
+    found = LORA.fullmatch(key)
+    words = (found["module"] if found else key.removeprefix("base_model.model.").rpartition(".")[0]).split(".")
+    for start in range(len(words)):
+        tail = ".".join(words[start:])
+        if near := [name for name in modules if name == tail or name.endswith("." + tail)]:
+            return f" (the base has {near[0]})"
+    return ""
+
+
+def _numbers(kind: str, weights: _Weights) -> Iterator[Finding]:
+    wrong = (lambda tensor: not tensor.isfinite().all()) if kind == "adapter" else lambda tensor: tensor.isnan().any()
+    bad = [name for name in weights.names if wrong(weights.tensor(name))]  # the bounds of whole models may be infinite
+    told = f"{len(bad)} tensors are not numbers: {bad[0]}" if bad else f"all {len(weights.names)} tensors are numbers"
+    yield Finding("numbers", not bad, told)
+    changes = [name for name in weights.names if (found := LORA.fullmatch(name)) and found["side"] == "B"]
+    if kind == "adapter" and changes and not any(weights.tensor(name).any() for name in changes):
+        yield Finding("change", False, "all of its updates are zero: it answers as the base model does")
+
+
+def summary(result: dict) -> str:
+    """A result of `inspect` in a few lines for a person."""
+    lines = [f"folder   {result['folder']} ({result['kind']})"]
+    if run := result["run"]:
+        steps = f"step {run.get('step', 0)} of {run['total_steps']}" if "total_steps" in run else "no step yet"
+        left = f", {run['eta_s']} s to go" if run.get("eta_s") else ""
+        lines.append(f"run      {run.get('status')}: {run.get('why') or run.get('script')}; {steps}{left}")
+    if facts := result["facts"]:
+        base, data = facts.get("base_model", {}), facts.get("data", {})
+        lines.append(f"task     {facts.get('task')} on {', '.join(data.get('names', []))}: {data.get('rows')} rows")
+        lines.append(f"data     fingerprint {data.get('fingerprint')}, version {data.get('version') or 'not told'}")
+        lines.append(
+            f"base     {base.get('name')}, revision {base.get('revision') or 'not told'}, {base.get('license')}"
+        )
+        lines += [f"         {key}: {value}" for key, value in facts.get("metadata", {}).items()]
+    marks = {True: "ok", False: "FAILED", None: "note"}
+    lines += [f"{marks[check['passed']]:<8} {check['check']}: {check['told']}" for check in result["checks"]]
+    return "\n".join(lines)

@@ -1,0 +1,206 @@
+"""While a model trains, have it answer fixed prompts, and check what it says, without touching the training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import transformers
+from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+from .answer_checks import Answer, error_rate
+from .errors import TrainerError
+from .eval_prompts import Prompt
+from .files import tell
+from .generation import generate, prompts_of
+
+AT_ONCE = 8  # prompts in a batch, at first
+RATES = {"max_wer": "wer", "max_cer": "cer"}  # checks whose measure is logged, too
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How prompts are asked: every so many steps, with so many tokens at most, at a temperature (0: greedy)."""
+
+    every: int
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+
+
+class WatchAnswers(transformers.TrainerCallback):
+    """Asks the model its prompts before the first step, every so many steps, and at the end.
+
+    Logs `gen/pass_rate` (of the prompts, the share whose answers pass all checks), `gen/<check>` (of those that have
+    the check), `gen/wer` and `gen/cer`, `gen/tokens` (mean length of an answer), `gen/failed` (prompts that could not
+    be answered, which do not pass), `gen/seconds` and `gen/share` (of the run's time so far). The answers are written
+    by `keep`. With several ranks each answers its share.
+
+    Args:
+        trainer: a `trainers.RowsTrainer`.
+        collator: whose options say how prompts are rendered; it is not counted in.
+        keep: takes {"step", "answers": [{"prompt", "answer", "passed", "missed"}]}; called in the main process.
+        log_answers: log the answers, too, as `gen/answer/<prompt>`.
+    """
+
+    def __init__(
+        self,
+        trainer,
+        collator,
+        prompts: list[Prompt],
+        asking: Asking,
+        keep: Callable[[dict], None],
+        log_answers: bool = False,
+    ):
+        self.trainer, self.collator, self.asking = trainer, collator, asking
+        self.keep, self.log_answers, self.at_once = keep, log_answers, AT_ONCE
+        self.prompts = sorted(prompts, key=lambda prompt: len(json.dumps(prompt.question.row.messages)))
+        self.last: dict[str, float] = {}
+        self._asked_at: int | None = None
+        self._ready: dict[tuple[str, ...], dict] = {}  # prompts that were made ready once
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.global_step:
+            self.ask(state)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.asking.every == 0 or control.should_training_stop:
+            self.ask(state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.ask(state)
+
+    def ask(self, state) -> None:
+        """Ask all prompts and log what came of it, unless that was done at this step."""
+        if self._asked_at == state.global_step or self.trainer.stopping():
+            return
+        began = time.monotonic()
+        accelerator = self.trainer.accelerator
+        # Sorted by length: every n-th gives all ranks the like. Where weights are spread, all must go on together.
+        rank, world = accelerator.process_index, accelerator.num_processes
+        spread = str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED") and world > 1
+        mine = self.prompts[rank::world]
+        if spread and len(mine) < -(-len(self.prompts) // world):
+            mine = [*mine, self.prompts[-1]]
+        with undisturbed(self.trainer.model):
+            found = self._answers(mine, spread)
+        if world > 1:
+            found = gather_object(found)
+        if self.trainer.stopping():
+            return
+        answers = dict(found)
+        self._asked_at = state.global_step
+        self._log(state, answers, time.monotonic() - began)
+
+    def _answers(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer | str]]:
+        """(name, answer or why there is none) of each prompt."""
+        found, at = [], 0
+        while at < len(prompts):
+            some = prompts[at : at + self.at_once]
+            try:
+                found += self._generate(some, spread)
+            except Exception as problem:
+                if len(some) == 1:
+                    found.append((some[0].name, self._reason(problem)))
+                elif should_reduce_batch_size(problem):
+                    clear_device_cache(garbage_collection=True)
+                    self.at_once = max(1, self.at_once // 2)
+                    continue
+                else:  # find the one
+                    for prompt in some:
+                        found += self._answers([prompt], spread)
+            at += len(some)
+        return found
+
+    def _generate(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer]]:
+        names = tuple(prompt.name for prompt in prompts)
+        if names not in self._ready:
+            self._ready[names] = prompts_of(self.collator, [prompt.question for prompt in prompts])
+        options = {"synced_gpus": True} if spread else {}
+        how = self.asking
+        with self.trainer.compute_loss_context_manager():
+            answers = generate(
+                self.trainer.model,
+                self.collator,
+                self._ready[names],
+                how.max_new_tokens,
+                how.temperature,
+                self.trainer.stopping,
+                **options,
+            )
+        return list(zip(names, answers, strict=True))
+
+    def _reason(self, problem: Exception) -> str:
+        if isinstance(problem, TrainerError):
+            return str(problem)
+        return "out of memory" if should_reduce_batch_size(problem) else f"it failed ({type(problem).__name__})"
+
+    def _log(self, state, answers: dict[str, Answer | str], seconds: float) -> None:
+        told, failed = [], []
+        for prompt in self.prompts:
+            answer = answers[prompt.name]
+            if isinstance(answer, str):
+                failed.append((prompt.name, answer))
+                told.append({"prompt": prompt.name, "answer": None, "passed": False, "error": answer})
+                continue
+            missed = [check.name for check in prompt.checks if not check.passes(answer)]
+            thought = {"reasoning": answer.reasoning} if answer.reasoning else {}
+            told.append(
+                {"prompt": prompt.name, "answer": answer.text, "passed": not missed, "missed": missed} | thought
+            )
+        kept = self.trainer.kept
+        kept["gen_seconds"] = kept.get("gen_seconds", 0.0) + seconds
+        logs = {"gen/pass_rate": sum(one["passed"] for one in told) / len(told)} | self._rates(answers, told)
+        logs |= {"gen/failed": len(failed), "gen/seconds": round(seconds, 2)}
+        logs["gen/share"] = round(kept["gen_seconds"] / max(self.trainer.seconds(), 1e-9), 4)
+        self.last = logs
+        if state.is_world_process_zero:
+            self.keep({"step": state.global_step, "answers": told})
+            if failed and self._first_time(failed):
+                name, reason = failed[0]
+                tell(f"{len(failed)} of {len(told)} prompts could not be answered. First: {name}: {reason}")
+        shown = {f"gen/answer/{one['prompt']}": one["answer"] for one in told} if self.log_answers else {}
+        self.trainer.log_plain(logs | shown)
+
+    def _first_time(self, failed: list[tuple[str, str]]) -> bool:
+        before, self._told = getattr(self, "_told", None), [name for name, _ in failed]
+        return before != self._told
+
+    def _rates(self, answers: dict[str, Answer | str], told: list[dict]) -> dict[str, float]:
+        rates: dict[str, list[float]] = {}
+        for prompt, one in zip(self.prompts, told, strict=True):
+            answer = answers[prompt.name]
+            for check in prompt.checks:
+                rates.setdefault(check.name, []).append(isinstance(answer, Answer) and check.name not in one["missed"])
+                if check.name in RATES and isinstance(answer, Answer):
+                    measured = error_rate(RATES[check.name], answer.text, check.expected)
+                    rates.setdefault(RATES[check.name], []).append(measured)
+        lengths = [answer.tokens for answer in answers.values() if isinstance(answer, Answer)]
+        means = {f"gen/{name}": sum(values) / len(values) for name, values in rates.items()}
+        return means | ({"gen/tokens": sum(lengths) / len(lengths)} if lengths else {})
+
+
+@contextlib.contextmanager
+def undisturbed(model):
+    """Put the model in evaluation mode, and leave it and every random generator as they were found."""
+    training = [(module, module.training) for module in model.modules()]
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    metal = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    with torch.random.fork_rng(devices):
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, before in training:
+                module.training = before
+            random.setstate(python)
+            np.random.set_state(numpy)
+            if metal is not None:
+                torch.mps.set_rng_state(metal)
