@@ -75,6 +75,39 @@ def media(tmp_path_factory):
 
 
 @pytest.fixture
+def make_trainer(model, processor, tmp_path):
+    """Makes a supervised trainer on rows, with a LoRA whose every gradient shows; its folder is `tmp_path / "run"`."""
+    import copy
+
+    import torch
+
+    from gemma_trainer import arguments, models, precision, trainers
+    from gemma_trainer.collator import MultimodalCollator
+
+    def make(rows, eval_rows=None, targets="language", collator_options=None, extra=(), dropout=0.0,
+             trainer_options=None, **options):  # fmt: skip
+        torch.manual_seed(0)
+        tuned = models.add_lora(copy.deepcopy(model), targets, 4, 8, dropout)
+        torch.manual_seed(1)
+        for name, parameter in tuned.named_parameters():
+            if "lora_B" in name:  # zero at the start, which would hide the gradient of lora_A
+                torch.nn.init.normal_(parameter, std=0.05)
+        defaults = dict(max_length=512, batch_size=2, grad_accum=1, lr=1e-3, epochs=1, max_steps=-1, steps=4, seed=0,
+                        save_steps=1000, eval_steps=1000, evaluate=eval_rows is not None, workers=0, report_to=[],
+                        checkpointing=False)  # fmt: skip
+        args = arguments.sft_arguments(tmp_path / "run", precision.choose("fp32", "cpu"), **(defaults | options))
+        args.max_grad_norm = 1e9
+        collators = [MultimodalCollator(processor, 512, **(collator_options or {})) for _ in range(2)]
+        trainer = trainers.GemmaSFTTrainer(
+            tuned, args, rows, collators[0], processor, eval_rows, collators[1], callbacks=list(extra),
+            **(trainer_options or {}),
+        )  # fmt: skip
+        return trainer
+
+    return make
+
+
+@pytest.fixture
 def script():
     """Run a script in its own process; returns the finished process with text output."""
 

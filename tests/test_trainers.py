@@ -1,6 +1,5 @@
 """The trainer on the real tiny model: token-weighted, finite, counted as delivered, checkpoints whole."""
 
-import copy
 import json
 import math
 import time
@@ -11,7 +10,7 @@ import torch
 import transformers
 
 from conftest import ask, talk
-from gemma_trainer import arguments, callbacks, checkpoints, models, precision, preparation, recipe, trainers
+from gemma_trainer import callbacks, checkpoints, preparation, recipe, trainers
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import DataError, Diverged, EnvironmentUnfit
 from gemma_trainer.runs import Run
@@ -35,28 +34,6 @@ class Gradients(transformers.TrainerCallback):
         if self.first is None:
             named = model.named_parameters()
             self.first = {name: p.grad.clone() for name, p in named if p.requires_grad and p.grad is not None}
-
-
-@pytest.fixture
-def make_trainer(model, processor, tmp_path):
-    def make(rows, eval_rows=None, targets="language", collator_options=None, extra=(), dropout=0.0, **options):
-        torch.manual_seed(0)
-        tuned = models.add_lora(copy.deepcopy(model), targets, 4, 8, dropout)
-        torch.manual_seed(1)
-        for name, parameter in tuned.named_parameters():
-            if "lora_B" in name:  # zero at the start, which would hide the gradient of lora_A
-                torch.nn.init.normal_(parameter, std=0.05)
-        defaults = dict(max_length=512, batch_size=2, grad_accum=1, lr=1e-3, epochs=1, max_steps=-1, steps=4, seed=0,
-                        save_steps=1000, eval_steps=1000, evaluate=eval_rows is not None, workers=0, report_to=[],
-                        checkpointing=False)  # fmt: skip
-        args = arguments.sft_arguments(tmp_path / "run", precision.choose("fp32", "cpu"), **(defaults | options))
-        args.max_grad_norm = 1e9
-        collators = [MultimodalCollator(processor, 512, **(collator_options or {})) for _ in range(2)]
-        return trainers.GemmaSFTTrainer(
-            tuned, args, rows, collators[0], processor, eval_rows, collators[1], callbacks=list(extra)
-        )
-
-    return make
 
 
 def first_gradients(make_trainer, rows, **options):

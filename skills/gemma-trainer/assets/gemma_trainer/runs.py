@@ -177,7 +177,9 @@ class Run:
 
     def show(self, samples: dict) -> None:
         """Keep what samples and prompts look like (see `report.write_report`) for the report."""
-        write_whole(self.folder / "samples.json", json.dumps(shown_of(self.folder) | samples, ensure_ascii=False))
+        known = shown_of(self.folder)
+        known |= {name: known.get(name, {}) | facts for name, facts in samples.items()}
+        write_whole(self.folder / "samples.json", json.dumps(known, ensure_ascii=False))
 
     def metrics(self) -> list[dict]:
         return metrics_of(self.folder)

@@ -60,7 +60,8 @@ class WatchAnswers(transformers.TrainerCallback):
     ):
         self.trainer, self.collator, self.asking = trainer, collator, asking
         self.keep, self.log_answers, self.at_once = keep, log_answers, AT_ONCE
-        self.prompts = sorted(prompts, key=lambda prompt: len(json.dumps(prompt.question.row.messages)))
+        self.prompts = prompts
+        self._by_length = sorted(prompts, key=lambda prompt: len(json.dumps(prompt.question.row.messages)))
         self.last: dict[str, float] = {}
         self._asked_at: int | None = None
         self._ready: dict[tuple[str, ...], dict] = {}  # prompts that were made ready once
@@ -85,9 +86,9 @@ class WatchAnswers(transformers.TrainerCallback):
         # Sorted by length: every n-th gives all ranks the like. Where weights are spread, all must go on together.
         rank, world = accelerator.process_index, accelerator.num_processes
         spread = str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED") and world > 1
-        mine = self.prompts[rank::world]
+        mine = self._by_length[rank::world]
         if spread and len(mine) < -(-len(self.prompts) // world):
-            mine = [*mine, self.prompts[-1]]
+            mine = [*mine, self._by_length[-1]]
         with undisturbed(self.trainer.model):
             found = self._answers(mine, spread)
         if world > 1:

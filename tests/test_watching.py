@@ -1,0 +1,260 @@
+"""A model in training answers prompts, and the training does not notice."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+
+from conftest import ASSETS, SAMPLES, ask, talk
+from gemma_trainer import callbacks, eval_prompts
+from gemma_trainer.answer_checks import read_checks
+from gemma_trainer.collator import MultimodalCollator
+from gemma_trainer.errors import DataError, RowError
+from gemma_trainer.eval_prompts import Prompt, read_prompts
+from gemma_trainer.generation import Question, generate, prompts_of
+from gemma_trainer.goals import Goal
+from gemma_trainer.rows import read_row
+from gemma_trainer.watching import Asking, WatchAnswers
+
+ROWS = [talk("hi", "hello there"), talk("what is it", "a house"), talk("a b c d", "e f"), talk("x", "y z")] * 2
+
+
+def prompt(row, name="one", **checks):
+    question = Question.of(read_row(row, name))
+    return Prompt(name, question, read_checks(checks, question.expected))
+
+
+def watch(trainer, prompts, every=1, tokens=6, **options):
+    kept = []
+    asking = Asking(every, tokens, options.pop("temperature", 0.0))
+    watcher = WatchAnswers(trainer, trainer._eval_collator, prompts, asking, kept.append, **options)
+    trainer.add_callback(watcher)
+    return watcher, kept
+
+
+def logged(trainer, prefix=""):
+    return [entry for entry in trainer.state.log_history if any(key.startswith(prefix) for key in entry)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_training_does_not_notice(make_trainer, media, checkpointing, temperature):
+    prompts = [prompt(talk("hi")), prompt(ask(media, "red.png"), "two"), prompt(ask(media, "one.wav"), "three")]
+    rows = [*ROWS, ask(media, "blue.jpg"), ask(media, "short.flac")]
+    found, configs = [], []
+    for asked in (False, True):
+        options = dict(dropout=0.2, max_steps=6, epochs=2, checkpointing=checkpointing, eval_steps=3)
+        trainer = make_trainer(rows, ROWS[:2], targets="language,vision,audio", **options)
+        if asked:
+            _, kept = watch(trainer, prompts, temperature=temperature)
+        trainer.train()
+        configs.append((trainer.model.generation_config.to_dict(), trainer.model.config.to_dict()))
+        losses = [(entry["loss"], entry["grad_norm"]) for entry in logged(trainer, "grad_norm")]
+        evaluations = [entry["eval_loss"] for entry in logged(trainer, "eval_loss")]
+        found.append((losses, evaluations, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}))
+    assert found[0][:2] == found[1][:2] and len(found[0][0]) == 6
+    assert all(torch.equal(found[0][2][name], value) for name, value in found[1][2].items())
+    assert [entry["step"] for entry in kept] == [0, 1, 2, 3, 4, 5, 6] and len(kept[0]["answers"]) == 3
+    assert trainer.processing_class.tokenizer.padding_side == "left"  # as it was made
+    assert configs[0] == configs[1]
+
+
+def test_module_modes_stay_as_they_were(make_trainer):
+    """Some modules may be in evaluation mode on purpose."""
+    trainer = make_trainer(ROWS)
+    trainer.train()
+    trainer.model.train()
+    frozen = next(module for name, module in trainer.model.named_modules() if name.endswith("vision_tower"))
+    frozen.eval()
+    before = [module.training for module in trainer.model.modules()]
+    watcher, _ = watch(trainer, [prompt(talk("hi"))])
+    watcher.ask(trainer.state)
+    assert [module.training for module in trainer.model.modules()] == before
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_unified", "gemma3", "gemma3n", "gemma3_text"])
+def test_prompts_answered_together_are_answered_as_alone(name):
+    processor = tiny.make_processor(name)
+    model, collator = tiny.make_model(name, processor), MultimodalCollator(processor, 512)
+    rows = [talk("hi"), talk("a rather longer question than the others are, of many words", "yes")]
+    if "image" in tiny.MODALITIES[name]:
+        rows.append({**talk("what is it?"), "image": str(SAMPLES / "images" / "train-red-0.png")})
+    if "audio" in tiny.MODALITIES[name]:
+        audio = str(next((SAMPLES / "audio").iterdir()))
+        rows.append({**talk("what is it?", "so", "and this?"), "audio": audio})
+    questions = [Question.of(read_row(row)) for row in rows]
+    together = generate(model, collator, prompts_of(collator, questions), 8)
+    alone = [generate(model, collator, prompts_of(collator, [question]), 8)[0] for question in questions]
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+
+
+@pytest.mark.parametrize(("row", "options", "thinking"), [
+    (talk("hi"), {}, False), (talk("hi", "so", "and?"), {"thinking": "on"}, True), (talk("hi", "hello"), {}, False),
+    ({"messages": [*talk("hi")["messages"], {"role": "assistant", "content": "yes", "reasoning": "so"}]},
+     {}, False),  # which the template leaves out
+])  # fmt: skip
+def test_the_prompt_is_the_templates_own(processor, row, options, thinking):
+    collator = MultimodalCollator(processor, 512, **options)
+    ids = prompts_of(collator, [Question.of(read_row(row))])["input_ids"][0].tolist()
+    asked = [m for i, m in enumerate(row["messages"]) if i < len(row["messages"]) - 1 or m["role"] == "user"]
+    text = processor.tokenizer.apply_chat_template(
+        asked, chat_template=processor.chat_template, tokenize=False, add_generation_prompt=True,
+        enable_thinking=thinking,
+    )  # fmt: skip
+    assert ids == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("stop", ["<turn|>", "<|tool_response>", "<eos>"])
+def test_an_answer_ends_with_the_token_that_ends_it_in_use(processor, model, stop):
+    collator = MultimodalCollator(processor, 512)
+    says = processor.tokenizer("red", add_special_tokens=False)["input_ids"]
+    script = [*says, processor.tokenizer.convert_tokens_to_ids(stop), *says]
+
+    class Scripted:
+        dtype, device = model.dtype, model.device
+
+        def generate(self, input_ids, generation_config, **more):
+            made, at = [], input_ids.shape[1]
+            for token in script[: generation_config.max_new_tokens]:
+                made.append(token)
+                if token in generation_config.eos_token_id:
+                    break
+            return torch.tensor([[0] * at + made])
+
+    prompts = prompts_of(collator, [Question.of(read_row(talk("hi")))])
+    whole, cut = (generate(Scripted(), collator, prompts, count)[0] for count in (50, len(says)))
+    assert (whole.text, whole.stopped, whole.tokens) == ("red", True, len(says))
+    assert (cut.text, cut.stopped) == ("red", False)
+
+
+def test_checks_and_failures_are_logged_and_nothing_is_fatal(make_trainer, media, capfd):
+    prompts = [prompt(talk("hi"), "plain", stopped=False), prompt(talk("x", "y"), "wer", max_wer=0.2),
+               prompt(ask(media, "page.jpg"), "broken"), prompt(talk("x"), "json", json=True)]  # fmt: skip
+    trainer = make_trainer(ROWS, max_steps=2)
+    watcher, kept = watch(trainer, prompts, every=2, log_answers=True)
+    trainer.train()
+    first, last = logged(trainer, "gen/")
+    assert first["step"] == 0 and last["step"] == 2 and last["gen/failed"] == 1
+    assert last["gen/pass_rate"] == 0.25 and last["gen/json"] == 0.0 and last["gen/max_wer"] == 0.0
+    assert last["gen/wer"] > 0 and 0 < last["gen/share"] <= 1 and last["gen/seconds"] > 0
+    assert set(last) >= {"gen/answer/plain", "gen/answer/json"}
+    assert [one["prompt"] for one in kept[1]["answers"]] == ["plain", "wer", "broken", "json"]
+    assert "page.jpg" not in json.dumps(kept[1]["answers"][0]) and "error" in kept[1]["answers"][2]
+    told = capfd.readouterr().err
+    assert told.count("1 of 4 prompts could not be answered. First: broken: ") == 1
+
+
+def test_a_batch_that_takes_too_much_memory_is_halved(make_trainer, monkeypatch):
+    trainer, sizes = make_trainer(ROWS, max_steps=1), []
+    prompts = [prompt(talk("hi"), str(number), stopped=False) for number in range(8)]
+    generating = trainer.model.generate
+
+    def generate(**inputs):
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return generating(**inputs)
+
+    monkeypatch.setattr(trainer.model, "generate", generate)
+    _, kept = watch(trainer, prompts, every=5)
+    trainer.train()
+    assert sizes == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2]
+    assert all(one["passed"] for one in kept[0]["answers"])
+
+
+def test_a_goal_that_is_met_ends_the_run_and_the_best_step_is_kept(make_trainer, tmp_path):
+    trainer = make_trainer(ROWS, max_steps=8, epochs=3, save_steps=3)
+    values = iter([0.0, 0.1, 0.6, 0.3, 0.9, 0.2])
+
+    class Figures(callbacks.transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.log_plain({"gen/pass_rate": next(values)})
+
+    goal = callbacks.StopWhen(Goal.read("gen/pass_rate >= 0.9"))
+    for callback in (Figures(), goal, callbacks.KeepBest(trainer, "gen/pass_rate")):
+        trainer.add_callback(callback)
+    trainer.train()
+    assert trainer.state.global_step == 5 and goal.why == "gen/pass_rate is 0.9 at step 5 (--stop-when)"
+    assert trainer.kept["best"] == [0.9, 5] and trainer.best_step == 5
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {
+        "checkpoint-2",
+        "checkpoint-3",
+        "checkpoint-5",
+    }
+    losses = [entry["step"] for entry in logged(trainer, "grad_norm")]
+    assert losses == [1, 2, 3, 4, 5]  # what is logged in between takes none away
+
+
+@pytest.mark.parametrize("text", ["gen/pass_rate", "x>=", "x>=many", "x>=nan", "x == 3", ">=3"])
+def test_goals_that_mean_nothing_are_refused(text):
+    with pytest.raises(ValueError):
+        Goal.read(text)
+    assert Goal.read("eval_loss<0.5").met(0.4) and not Goal.read("eval_loss<0.5").met(0.5)
+
+
+# ---- the prompts file
+
+
+def test_prompts_of_every_format(tmp_path):
+    lines = [
+        {"id": 7, "messages": [{"role": "user", "content": "a"}], "checks": {"json": True}},
+        {"prompt": "b"},
+        {"prompt": "c", "completion": "d"},
+        {"instruction": "e", "output": "f", "checks": '{"max_tokens": 5}'},
+        {"messages": [{"role": "user", "content": "g"}], "checks": {"json": None, "regex": "x"}},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = read_prompts(str(tmp_path / "prompts.jsonl"))
+    assert [one.name for one in found] == ["7", *(f"prompts.jsonl:{line}" for line in (2, 3, 4, 5))]
+    assert [one.question.expected for one in found] == [None, None, "d", "f", None]
+    assert [[check.name for check in one.checks] for one in found] == [
+        ["stopped", "json"], ["stopped"], ["stopped", "normalized"], ["stopped", "max_tokens"], ["stopped", "regex"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "told"), [
+    ({"prompt": "a", "checks": {"nope": 1}}, "prompts.jsonl:2: unknown check 'nope'"),
+    ({"prompt": "a", "checks": "{"}, "prompts.jsonl:2: checks are a text that is not JSON"),
+    ({"text": "raw"}, "prompts.jsonl:2: a text without turns"), ({"prompt": "a", "id": "one"}, "is that of another"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls":
+     [{"function": {"name": "f", "arguments": {}}}]}]}, "its answer is a tool call"),
+])  # fmt: skip
+def test_prompts_that_cannot_be_asked_are_named(tmp_path, line, told):
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, [{"prompt": "x", "id": "one"}, line])))
+    with pytest.raises(RowError, match=told):
+        read_prompts(str(tmp_path / "prompts.jsonl"))
+
+
+def test_too_many_prompts_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(eval_prompts, "MAX_PROMPTS", 1)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with pytest.raises(DataError, match="2 prompts, at most 1"):
+        read_prompts(str(tmp_path / "p.jsonl"))
+    with pytest.raises(DataError, match="no such file"):
+        read_prompts(str(tmp_path / "absent.jsonl"))
+
+
+def test_two_ranks_share_the_prompts_and_log_what_one_does(tmp_path, processor, model):
+    """Two processes with gloo: each answers half, and the figures are those of all."""
+    lines = [{"id": n, "prompt": "hi " * n, "checks": {"stopped": False, "max_characters": 5 * n}} for n in range(1, 6)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--max-steps", "1", "--eval-prompts-max-tokens", "3", "--eval-steps", "100", "--num-workers", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
+    files = ["--eval-prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "run")]
+    command = [*launch, str(ASSETS / "sft_train.py"), *flags, *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first = [entry for entry in entries if entry["step"] == 0]  # the adapter changes nothing yet
+    answers = next(entry["answers"] for entry in first if "answers" in entry)
+    collator = MultimodalCollator(processor)
+    expected = []
+    for one in read_prompts(str(tmp_path / "prompts.jsonl")):
+        said = generate(model, collator, prompts_of(collator, [one.question]), 3)[0]
+        expected.append((one.name, said.text, len(said.text) <= 5 * int(one.name)))
+    assert [(one["prompt"], one["answer"], one["passed"]) for one in answers] == expected
+    rates = [entry["gen/pass_rate"] for entry in first if "gen/pass_rate" in entry]
+    assert rates == [sum(passed for *_, passed in expected) / 5] and 0 < rates[0] < 1
