@@ -37,7 +37,7 @@ from pydoc_data.topics import topics
 import transformers
 from reward_train import Config
 
-from gemma_trainer import data, demo, models, recipe, sources
+from gemma_trainer import data, demo, models, preparation, sources
 from gemma_trainer.callbacks import StopOnDivergence
 from gemma_trainer.errors import Diverged
 from gemma_trainer.precision import choose
@@ -141,10 +141,10 @@ class Bench:
             self.model_config, _ = models.load_config(options.model)
             self.processor = models.load_processor(options.tokenizer, self.model_config)
         else:
-            self.model_config, self.processor = recipe.load_processor(self.config)
+            self.model_config, self.processor = preparation.load_processor(self.config)
         if not self.processor.chat_template:
             self.processor.chat_template = demo.chat_template("gemma3")
-        self.collators = recipe.make_collators(self.config, self.processor, self.model_config)
+        self.collators = preparation.make_collators(self.config, self.processor, self.model_config)
         names = [str(demo.SAMPLES / name) for name in data.DEMO[True]]
         self.rows, self.held_out = (sources.open_rows([n]) for n in names) if self.tiny else make_pairs()
 

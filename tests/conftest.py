@@ -123,16 +123,24 @@ def script():
 
 @pytest.fixture(scope="session")
 def preference_runs(tmp_path_factory):
-    """The demo run of dpo_train.py and of reward_train.py: the result, what it told, the folder."""
+    """The demo run of dpo_train.py and of reward_train.py: the result, what it told, the folder. All processes of a
+    test run share them."""
     import json
 
+    from filelock import FileLock
+
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
     made = {}
     for name in ("dpo", "reward"):
-        folder = tmp_path_factory.mktemp(name) / "run"
-        command = [sys.executable, str(ASSETS / f"{name}_train.py"), "--output", str(folder), "--json"]
-        done = subprocess.run([*command, "--eval-steps", "1000"], capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
-        made[name] = json.loads(done.stdout), done.stderr, folder
+        folder, told = place / f"demo-{name}" / "run", place / f"demo-{name}.json"
+        with FileLock(place / f"demo-{name}.lock"):
+            if not told.exists():
+                command = [sys.executable, str(ASSETS / f"{name}_train.py"), "--output", str(folder), "--json"]
+                done = subprocess.run([*command, "--eval-steps", "1000"], capture_output=True, text=True, timeout=600)
+                assert done.returncode == 0, done.stderr[-3000:]
+                told.write_text(json.dumps([json.loads(done.stdout), done.stderr]))
+        made[name] = *json.loads(told.read_text()), folder
     return made
 
 

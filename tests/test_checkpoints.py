@@ -127,6 +127,15 @@ def test_a_resumed_run_logs_what_the_unbroken_one_logs(make_trainer, tmp_path, m
     assert len(log(whole)) == 2
 
 
+def test_a_run_that_is_resumed_at_its_end_trains_no_further(make_trainer, tmp_path):
+    whole = make_trainer(ROWS, max_steps=3, epochs=2, save_steps=1)
+    whole.train()
+    again = make_trainer(ROWS, max_steps=3, epochs=2, save_steps=1)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert again.state.global_step == 3 and again.counts == whole.counts
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True))
+
+
 def test_a_run_of_all_weights_resumes_bit_for_bit(processor, model, tmp_path):
     """Embeddings, towers and what ties them included."""
     import copy
@@ -135,8 +144,10 @@ def test_a_run_of_all_weights_resumes_bit_for_bit(processor, model, tmp_path):
     from gemma_trainer.collator import MultimodalCollator
 
     def trainer():
-        options = dict(max_length=512, batch_size=4, grad_accum=1, lr=1e-3, epochs=2, max_steps=4, steps=4, seed=0,
-                       save_steps=2, eval_steps=9, evaluate=False, workers=0, report_to=[], checkpointing=False)  # fmt: skip
+        options = dict(
+            max_length=512, batch_size=4, grad_accum=1, lr=1e-3, epochs=2, max_steps=4, steps=4, seed=0, save_steps=2,
+            eval_steps=9, evaluate=False, workers=0, report_to=[], checkpointing=False,
+        )  # fmt: skip
         args = arguments.sft_arguments(tmp_path / "run", precision.choose("fp32", "cpu"), **options)
         collator = MultimodalCollator(processor, 512)
         return trainers.GemmaSFTTrainer(copy.deepcopy(model), args, ROWS[:8], collator, processor)

@@ -34,7 +34,7 @@ def test_a_line_that_a_killed_run_did_not_finish_is_passed_over(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "nan"}\n{"step": 2, "loss": 0.5}\n{"step": 3, "lo')
     run = Run("sft_train", str(tmp_path), resume=True)
     assert [entry["step"] for entry in run.metrics()] == [1, 2] and run.metrics()[0]["loss"] != run.metrics()[0]["loss"]
-    run.drop_metrics_after(1)
+    run.cut_metrics(len('{"step": 1, "loss": "nan"}\n'))
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": "nan"}\n'
     run.open()
     assert json.loads((tmp_path / "run.json").read_text())["data"] == {"rows": 3}  # what is known stays known
@@ -44,11 +44,24 @@ def test_a_line_that_a_killed_run_did_not_finish_is_passed_over(tmp_path):
 def test_resume_begins_where_no_run_was_begun(tmp_path, left, capsys):
     """So that the same command can be given again whenever it was stopped, before its first file, too."""
     for name in left:
-        (tmp_path / name).mkdir()
+        (tmp_path / name).touch() if name.endswith(".tmp") else (tmp_path / name).mkdir()
     run = Run("sft_train", str(tmp_path), resume=True)
     run.open()
     assert run.previous == {} and "there is no run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_ranks_but_the_first_write_nothing(tmp_path, monkeypatch):
+    first = Run("sft_train", str(tmp_path / "run"))
+    first.open()
+    monkeypatch.setenv("RANK", "1")
+    other = Run("sft_train", str(tmp_path / "run"))
+    other.open()
+    other.save_record(status="mine")
+    other.finish("done")
+    other.show({"row": {}})
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
 
 
 def test_folders_that_cannot_be_used(tmp_path):

@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from conftest import ASSETS, SAMPLES, ask, talk
-from gemma_trainer import callbacks, eval_prompts
+from gemma_trainer import callbacks, checkpoints, eval_prompts
 from gemma_trainer.answer_checks import read_checks
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import DataError, RowError
@@ -163,6 +163,39 @@ def test_a_batch_that_takes_too_much_memory_is_halved(make_trainer, monkeypatch)
     trainer.train()
     assert sizes == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2]
     assert all(one["passed"] for one in kept[0]["answers"])
+
+
+def test_a_signal_ends_the_asking_and_the_evaluation(make_trainer):
+    """Whoever is preempted has half a minute to save."""
+    trainer, made = make_trainer(ROWS, ROWS, max_steps=2, eval_steps=1), []
+    watcher, kept = watch(trainer, [prompt(talk("hi"), "one", stopped=False)], tokens=200)
+
+    def stopping():
+        made.append(1)
+        return len(made) > 5
+
+    trainer.stopping = stopping
+    watcher.ask(trainer.state)
+    assert kept == [] and len(made) < 12
+    assert trainer.evaluate() == {} and logged(trainer, "eval_") == []
+    trainer.stopping = lambda: False
+    watcher.ask(trainer.state)
+    assert len(kept) == 1 and trainer.evaluate()["eval_loss"] > 0
+
+
+def test_a_run_ends_when_its_minutes_are_over_and_tells_how_far_it_is(make_trainer):
+    told = []
+    state = callbacks.RunState(lambda **facts: told.append(facts))
+    state.SECONDS = 0.0
+    ender = callbacks.StopAfter(0.0005, callbacks.time.monotonic() - 1)
+    trainer = make_trainer(ROWS, max_steps=8, epochs=3, extra=[state])
+    trainer.train()
+    assert [facts["step"] for facts in told] == list(range(9)) and told[-1]["total_steps"] == 8
+    assert told[0]["eta_s"] is None and told[-1]["eta_s"] == 0 and told[4]["metrics"]["loss"] > 0
+    trainer = make_trainer(ROWS, max_steps=8, epochs=3, extra=[ender])
+    trainer.train()
+    assert trainer.state.global_step == 1 and ender.why == "0.0005 minutes have passed at step 1 (--max-minutes)"
+    assert checkpoints.step_of(checkpoints.checkpoints(trainer.args.output_dir)[0]) == 1
 
 
 def test_a_goal_that_is_met_ends_the_run_and_the_best_step_is_kept(make_trainer, tmp_path):

@@ -58,6 +58,8 @@ def main(config: Config) -> dict:
     config, run, rows, model_config, processor, collators = preparation.prepare(config, "reward_train")
     if config.dry_run:
         return outcome.plan(config, run, rows, model_config, collators[0])
+    if run.finished:
+        return outcome.result(config, run)
 
     def attempt(config):
         model = recipe.load_model(config, run, model_config, processor)

@@ -68,7 +68,8 @@ def inner(model):
 
 def shown_name(name: str) -> str:
     """A model or data set as others may know it: a hub id as it is, of a path its last part."""
-    is_id = HUB_ID.fullmatch(name.partition(":")[0]) and not user_path(name).exists()
+    is_file = name.endswith(sources.SUFFIXES) or user_path(name).exists()
+    is_id = HUB_ID.fullmatch(name.partition(":")[0]) and not is_file
     return name if is_id else Path(name).name or name
 
 

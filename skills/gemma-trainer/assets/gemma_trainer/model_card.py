@@ -103,7 +103,8 @@ def _usage(facts: dict, adapter: bool) -> str:
     answer = ', {"role": "assistant", "content": "Hello to you."}' if reward else ""
     prompt = "" if reward else "add_generation_prompt=True, "
     lines += [f"messages = [{question}{answer}]\n"]
-    lines += [f'inputs = processor.apply_chat_template(messages, {prompt}return_dict=True, return_tensors="pt")\n']
+    lines += ['how = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}\n']
+    lines += [f"inputs = processor.apply_chat_template(messages, {prompt}**how)\n"]
     if reward:
         return "".join([*lines, "print(model(**inputs).logits[0, 0].item())\n"])
     stops = facts["tokens"]["stop_token_ids"]

@@ -31,10 +31,16 @@ def report(config, run: Run, trainer, collator, data: Data) -> dict:
             note(f"no sample answers in the report ({type(problem).__name__})")
     if config.demo:
         facts["metrics"] |= _proof(config, trainer, collator, data)
-    run.finish("done", **facts)
-    result = {"status": "done", "demo": config.demo, "run": str(run.folder)}
-    result |= {key: run.record[key] for key in ("model", "steps", "metrics", "counters", "timing", "peak_memory_mb")}
-    return result | {"summary": summary(config, run)}
+    run.finish("done", reported=True, **facts)
+    return result(config, run)
+
+
+def result(config, run: Run) -> dict:
+    """What a finished run prints."""
+    told = {"status": "done", "demo": config.demo, "run": str(run.folder)}
+    told |= {key: run.record[key] for key in ("model", "steps", "metrics", "counters", "timing", "peak_memory_mb")}
+    told |= {key: run.record[key] for key in ("why", "best", "auto_batch") if key in run.record}
+    return told | {"summary": summary(config, run)}
 
 
 def _answers(config, model, collator, data: Data):

@@ -151,7 +151,7 @@ def open_run(config, script: str) -> Run:
 
 
 def check_resumed(config, run: Run, data: Data) -> None:
-    """Refuse to resume what is finished, or was begun with other flags (UsageError)."""
+    """Refuse to resume what was begun with other flags (UsageError); `run.finished` tells where no more is to do."""
     if not run.previous:
         return
     if (script := run.previous.get("script", run.script)) != run.script:
@@ -168,10 +168,10 @@ def check_resumed(config, run: Run, data: Data) -> None:
     known = run.previous.get("data", {}).get("fingerprint")
     if known and known != sources.fingerprint(data.names, len(data.rows)):
         raise UsageError(f"--resume: the data are not those that the run in {run.folder} was begun with")
-    if run.previous.get("status") == "done" and run.previous.get("steps", 0) >= steps:
-        raise UsageError(
-            f"--resume: the run in {run.folder} is finished ({steps} steps): raise --epochs or --max-steps to go on"
-        )
+    ended = run.previous.get("status") == "done" and run.previous.get("steps", 0) >= steps
+    if ended and run.previous.get("reported"):
+        run.finished = True
+        note(f"the run in {run.folder} is finished ({steps} steps): raise --epochs or --max-steps to go on")
 
 
 # ---- processor and collators

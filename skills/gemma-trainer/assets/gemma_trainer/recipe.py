@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -105,7 +106,7 @@ def _name_base(config, run: Run, model, model_config) -> None:
     named.revision = getattr(model_config, "_commit_hash", None)
     if config.model == "demo":
         base = run.folder / "base-model"
-        if not base.exists():
+        if run.main and not base.exists():
             with run.aside() as folder:
                 move_whole(demo.write_model(folder / "base-model"), base)
         named.base_model_name_or_path = str(base.absolute())
@@ -196,6 +197,7 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
         together=run.together,
         **more,
     )
+    trainer.logged_bytes = run.metrics_size
     trainer.stop = StopOnSignal()
     trainer.stopping = lambda: trainer.stop.exit_code is not None
     trainer.enders = [StopWhen(Goal.read(config.stop_when))] if config.stop_when else []
@@ -236,6 +238,7 @@ def train(config, run: Run, trainer, data: Data) -> None:
         DataError, Diverged, EnvironmentUnfit: as the trainer raises them.
     """
     run.save_record(
+        reported=False,
         demo=config.demo,
         command=shlex.join(["python", *sys.argv]),
         arguments=dataclasses.asdict(config),
@@ -310,12 +313,21 @@ def _checkpoint(run: Run) -> str | None:
     for path in all_checkpoints(run.folder):
         if step_of(path) > newest:
             note(f"{path.name} is not whole ({fault_of(path)}): it is passed over")
-    run.drop_metrics_after(newest)
+    run.cut_metrics(_logged_bytes(run, found[-1]) if found else 0)
     if not found:
         note(f"no checkpoint in {run.folder}: starting from the first step")
         return None
     note(f"going on from step {newest}")
     return str(found[-1])
+
+
+def _logged_bytes(run: Run, checkpoint: Path) -> int:
+    """How much of `metrics.jsonl` was written when a checkpoint was; all where it does not tell."""
+    from .trainers import COLLECTED
+
+    path = checkpoint / COLLECTED
+    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return told.get("logged_bytes") or run.metrics_size()
 
 
 def collected(run: Run, trainer) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import platform
@@ -221,12 +222,10 @@ def _keys(path: Path, kind: str, config, weights: _Weights) -> Finding:
 def _near(key: str, modules) -> str:
     """What the base calls the module that a key most likely means."""
     found = LORA.fullmatch(key)
-    words = (found["module"] if found else key.removeprefix("base_model.model.").rpartition(".")[0]).split(".")
-    for start in range(len(words)):
-        tail = ".".join(words[start:])
-        if near := [name for name in modules if name == tail or name.endswith("." + tail)]:
-            return f" (the base has {near[0]})"
-    return ""
+    module = found["module"] if found else key.removeprefix("base_model.model.").rpartition(".")[0]
+    same = [name for name in modules if name.rpartition(".")[2] == module.rpartition(".")[2]]
+    near = difflib.get_close_matches(module, same, 1, 0)
+    return f" (the base has {near[0]})" if near else ""
 
 
 def _numbers(kind: str, weights: _Weights) -> Iterator[Finding]:

@@ -37,7 +37,8 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "b
 
 
 class Run:
-    """One run and its folder. `previous` is the record of the run that is resumed.
+    """One run and its folder. `previous` is the record of the run that is resumed. Of several ranks the first one
+    writes; the others find the folder as it is.
 
     Args:
         script: the script's name, for the default folder `runs/<script>-<date-time>` and `run.json`.
@@ -56,12 +57,14 @@ class Run:
         self.folder = user_path(output) if output else self._default_folder()
         self.named, self.overwrite, self.resume = output is not None, overwrite, resume
         self.record: dict = {}
+        self.main = not int(os.environ.get("RANK", 0))
         try:
             self._check_folder(output)
         except OSError as problem:  # a name too long, say
             raise UsageError(f"--output cannot be used ({problem.strerror})") from None
         self.previous: dict = self._previous() if resume else {}
         self.record = dict(self.previous)
+        self.finished = False  # whether the run that is resumed has come to its end already
         self.goes_on = resume  # whether training takes up checkpoints that are there
         self.together: int | None = None  # rows that stay side by side, where not those of a batch
 
@@ -73,6 +76,8 @@ class Run:
     def _check_folder(self, output) -> None:
         if self.resume and not output:
             raise UsageError("--resume needs --output, the folder of the run to go on with")
+        if not self.main:
+            return
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"--output {self.folder} is a file")
         held = set(self.folder.iterdir()) if self.folder.is_dir() else set()
@@ -98,7 +103,7 @@ class Run:
 
     def _lock(self) -> None:
         """Keep other runs out of the folder, until this process ends."""
-        if fcntl is None or self._held is not None or int(os.environ.get("RANK", 0)):  # the ranks of a run share it
+        if fcntl is None or self._held is not None:
             return
         self._held = os.open(self.folder, os.O_RDONLY)
         try:
@@ -116,6 +121,9 @@ class Run:
         Raises:
             EnvironmentUnfit: the disk has less room than `needed_bytes`, or the folder cannot be written.
         """
+        if not self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return
         try:
             while True:
                 try:
@@ -140,10 +148,8 @@ class Run:
                 f"{mib(free)} are free. Free some, or choose another --output."
             )
         if self.overwrite and not self.resume:
-            for path in [path for pattern in OWN_FILES for path in self.folder.glob(pattern)]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for path in [path for pattern in LEFTOVERS for path in self.folder.glob(pattern)]:
-            shutil.rmtree(path, ignore_errors=True)
+            self._remove(OWN_FILES)
+        self._remove(LEFTOVERS)
         self.save_record(
             status="running",
             why="",
@@ -153,6 +159,10 @@ class Run:
             script=self.script,
         )
 
+    def _remove(self, patterns) -> None:
+        for path in [path for pattern in patterns for path in self.folder.glob(pattern)]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
     def begin_anew(self, **facts) -> None:
         """Have the next attempt go on from what the one before has saved, if anything."""
         self.goes_on = True
@@ -161,6 +171,8 @@ class Run:
     def save_record(self, **facts) -> None:
         """Add facts to `run.json` and write it."""
         self.record |= facts
+        if not self.main:
+            return
         record = finite(self.record).items()
         lines = (f" {json.dumps(key)}: {json.dumps(value, default=str)}" for key, value in record)
         write_whole(self.folder / "run.json", "{\n" + ",\n".join(lines) + "\n}\n")
@@ -169,14 +181,13 @@ class Run:
         """Write the last `run.json` and the report page."""
         timing = facts.pop("timing", {}) | {"total_s": round(time.monotonic() - self.clock, 1)}
         self.save_record(status=status, timing=timing, peak_memory_mb=peak_memory_mb(), notes=list(told), **facts)
-        self.write_report()
-
-    def write_report(self) -> Path:
-        """Write `report.html` from what the folder holds; returns its path."""
-        return report_again(self.folder, self.record)
+        if self.main:
+            report_again(self.folder, self.record)
 
     def show(self, samples: dict) -> None:
         """Keep what samples and prompts look like (see `report.write_report`) for the report."""
+        if not self.main:
+            return
         known = shown_of(self.folder)
         known |= {name: known.get(name, {}) | facts for name, facts in samples.items()}
         write_whole(self.folder / "samples.json", json.dumps(known, ensure_ascii=False))
@@ -184,12 +195,15 @@ class Run:
     def metrics(self) -> list[dict]:
         return metrics_of(self.folder)
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Forget the log of steps that a resumed run will do again."""
+    def metrics_size(self) -> int:
+        """Bytes of `metrics.jsonl`, to go back to with `cut_metrics`."""
         path = self.folder / "metrics.jsonl"
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            write_whole(path, "".join(line for line in lines if _entry(line).get("step", step + 1) <= step))
+        return path.stat().st_size if path.exists() else 0
+
+    def cut_metrics(self, size: int) -> None:
+        """Forget what was logged beyond `size` bytes: a resumed run will log it again."""
+        if self.main and self.metrics_size() > size:
+            write_whole(self.folder / "metrics.jsonl", (self.folder / "metrics.jsonl").read_bytes()[:size].decode())
 
     def add_metrics(self, facts: dict) -> None:
         """Append a line to `metrics.jsonl`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import duplicates, recipe, sources
+from . import duplicates, preparation, sources
 from .checks import length_bias
 from .cli import note
 from .demo import SAMPLES
@@ -57,8 +57,8 @@ def load_collator(config):
     """The collator of the model that --model names, for its tokens; None without one."""
     if not config.model:
         return None
-    model_config, processor = recipe.load_processor(config)
-    return recipe.make_collators(config, processor, model_config)[0]
+    model_config, processor = preparation.load_processor(config)
+    return preparation.make_collators(config, processor, model_config)[0]
 
 
 def take_survey(config, collator=None, details=None) -> Survey:

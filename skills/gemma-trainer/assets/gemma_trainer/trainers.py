@@ -38,8 +38,9 @@ class RowsTrainer:
 
     `counts`, `problems`, `lengths` (tokens a row) and `waited` (seconds spent waiting for batches) add up over the
     batches that were trained on, those before a resumed checkpoint included; so does what is put into `kept`, which
-    must be JSON. `best_step` is the step of a checkpoint that stays. Where `describe` is set, it is called with each
-    folder that a model was saved to; where `stopping` returns true, an evaluation under way is given up.
+    must be JSON. What others may set: `best_step`, the step of a checkpoint that stays; `logged_bytes`, which tells how
+    much was logged up to now, for a checkpoint to keep; `describe`, called with each folder that a model was saved to;
+    `stopping`, which gives an evaluation up that is under way where it returns true.
 
     Args:
         rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`.
@@ -57,6 +58,7 @@ class RowsTrainer:
     """
 
     describe: Callable[[Path], None] | None = None
+    logged_bytes: Callable[[], int] | None = None
     best_step: int | None = None
 
     def __init__(self, model, args, rows, collator, processor, eval_rows=None, eval_collator=None,
@@ -140,6 +142,12 @@ class RowsTrainer:
         if loss.requires_grad or not self.model.training:
             return loss
         return loss + 0.0 * next(p for p in self.model.parameters() if p.requires_grad).sum().to(loss.dtype)
+
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step >= self.state.max_steps:  # resumed at its end, where transformers adds a step
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         if isinstance(inputs, Batch):
@@ -270,6 +278,7 @@ class RowsTrainer:
         names = "counts problems lengths waited kept best_step".split()
         return {name: getattr(self, name) for name in names} | {
             "seconds": self.seconds(),
+            "logged_bytes": self.logged_bytes() if self.logged_bytes else None,
             # What was summed up since the last log, for the next one.
             "unlogged": [self._tr_loss.item(), self._globalstep_last_logged, self._total_loss_scalar],
             "metrics": self._metrics["train"],

@@ -63,7 +63,6 @@ class WatchAnswers(transformers.TrainerCallback):
         self.prompts = prompts
         self._by_length = sorted(prompts, key=lambda prompt: len(json.dumps(prompt.question.row.messages)))
         self.last: dict[str, float] = {}
-        self._asked_at: int | None = None
         self._ready: dict[tuple[str, ...], dict] = {}  # prompts that were made ready once
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -79,7 +78,7 @@ class WatchAnswers(transformers.TrainerCallback):
 
     def ask(self, state) -> None:
         """Ask all prompts and log what came of it, unless that was done at this step."""
-        if self._asked_at == state.global_step or self.trainer.stopping():
+        if self.trainer.kept.get("asked_at") == state.global_step or self.trainer.stopping():
             return
         began = time.monotonic()
         accelerator = self.trainer.accelerator
@@ -96,7 +95,7 @@ class WatchAnswers(transformers.TrainerCallback):
         if self.trainer.stopping():
             return
         answers = dict(found)
-        self._asked_at = state.global_step
+        self.trainer.kept["asked_at"] = state.global_step
         self._log(state, answers, time.monotonic() - began)
 
     def _answers(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer | str]]:
