@@ -29,7 +29,9 @@ EXIT_CODES_DATA = """exit codes:
   1 unexpected fault                                          5 model or hub data set not loaded
   2 wrong usage, or a file that is there already              6 out of memory
   3 bad data: INVALID, no such file, or no row can be used    130 interrupted, 143 terminated: nothing was written"""
-LESS_MEMORY = "lower in this order: --batch-size (raise --grad-accum instead), --max-len, --lora-r"
+LESS_MEMORY = (
+    "lower in this order: --batch-size (raise --grad-accum instead; --auto-batch does both), --max-len, --lora-r"
+)
 
 
 # ---- parsing

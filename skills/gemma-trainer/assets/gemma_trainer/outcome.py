@@ -11,7 +11,7 @@ from .data import Data
 from .errors import RowError
 from .preferences import read_preference
 from .preparation import steps_of
-from .recipe import collected
+from .recipe import FULL, collected
 from .rows import read_row
 from .runs import Run
 from .targets import messages_row
@@ -84,9 +84,15 @@ def summary(config, run: Run) -> str:
         f"loss     {', '.join(losses)}",
     ]
     worth = {name: counters[name] for name in ("bad_media", "bad_rows", "truncated", "cut_to_nothing", "long_audio",
-             "reasoning_dropped", "inexact_turns") if counters.get(name)}  # fmt: skip
+             "reasoning_dropped", "inexact_turns", "diverged_steps") if counters.get(name)}  # fmt: skip
     if worth:
         lines.append(f"note     {_told(worth)}")
+    if run.record.get("why") not in (None, "", FULL):
+        lines.append(f"ended    {run.record['why']}")
+    if best := run.record.get("best"):
+        lines.append(f"best     step {best['step']}: {best['metric']} {best['value']:.4g}")
+    if "gen/pass_rate" in metrics:
+        lines.append(f"answers  {_told_answers(metrics, run)}")
     if config.paired:
         lines.append(f"pairs    {_told_pairs(metrics)}")
     if "chance" in metrics:
@@ -96,6 +102,15 @@ def summary(config, run: Run) -> str:
             f"{blind:.0%} (guessing: {metrics['chance']:.0%})"
         )
     return "\n".join([*lines, f"run      {run.folder} (report.html, run.json, metrics.jsonl, adapter and processor)"])
+
+
+def _told_answers(metrics: dict, run: Run) -> str:
+    """How many of the prompts pass, now and before training, and what asking them took."""
+    asked = [entry for entry in run.metrics() if "gen/pass_rate" in entry]
+    before = f" ({asked[0]['gen/pass_rate']:.0%} before training)" if asked and not asked[0]["step"] else ""
+    failed = f", {metrics['gen/failed']:.0f} could not be answered" if metrics.get("gen/failed") else ""
+    cost = f"asking took {sum(entry['gen/seconds'] for entry in asked):.0f} s, {metrics['gen/share']:.0%} of the run"
+    return f"{metrics['gen/pass_rate']:.0%} of the prompts pass{before}{failed}; {cost}"
 
 
 def _told_pairs(metrics: dict) -> str:
@@ -131,6 +146,8 @@ def plan(config, run: Run, data: Data, model_config, collator) -> dict:
         "eval_rows": len(data.eval_rows or ()),
         "steps": steps_of(config, len(data.rows)),
     }
+    if data.prompts:
+        result["eval_prompts"] = len(data.prompts)
     result |= {"precision": precision.reason, "quantization": quantized, "looked_at": looked_at, "counters": counters}
     lines = [
         f"model    {config.model} ({model_config.model_type}): {trains['trains']}; "
@@ -140,6 +157,8 @@ def plan(config, run: Run, data: Data, model_config, collator) -> dict:
         f"rows     in the first {looked_at}: {_told(counters)}",
         f"run      would be written to {run.folder}",
     ]
+    if data.prompts:
+        lines.insert(3, f"prompts  {len(data.prompts)} to be answered while it trains")
     return result | {"summary": "\n".join(lines)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,6 +66,9 @@ def with_defaults(config):
             raise UsageError(f"--report-to {tracker}: known are {', '.join(TRACKERS)}")
         if not any(map(find_spec, TRACKERS[tracker])):
             raise EnvironmentUnfit(f"--report-to {tracker} needs a package: pip install {TRACKERS[tracker][0]}")
+    for name in ("WANDB_DISABLE_CODE", "WANDB_DISABLE_GIT"):  # nothing but figures leaves the machine unasked
+        os.environ.setdefault(name, "true")
+    os.environ.setdefault("WANDB_CONSOLE", "off")
     _check_goals(config)
     if config.backend == "unsloth":
         raise EnvironmentUnfit("--backend unsloth is not part of this version: use --backend hf")

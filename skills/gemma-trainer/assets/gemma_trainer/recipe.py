@@ -20,6 +20,7 @@ from .goals import Goal
 from .preparation import steps_of
 from .runs import Run, versions
 
+FULL = "all steps were trained"  # why most runs end
 SHOWN_PROMPTS = 12  # of --eval-prompts, in the report
 
 
@@ -282,7 +283,7 @@ def train(config, run: Run, trainer, data: Data) -> None:
 
 def _why(trainer) -> str:
     """Why a run that is done ended where it did."""
-    return next((ender.why for ender in trainer.enders if ender.why), "") or "all steps were trained"
+    return next((ender.why for ender in trainer.enders if ender.why), "") or FULL
 
 
 def _take_best(config, run: Run, trainer) -> None:
