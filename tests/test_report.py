@@ -15,7 +15,7 @@ from gemma_trainer.report import write_report
 EVIL = "<script>alert(1)</script>\"'><img src=https://example.com/x.png onerror=alert(2)>"
 ALLOWED = set(
     "html head meta title style body main header h1 h2 h3 p b dl dt dd div small section figure svg path rect i span "
-    "table tr th td ol li article pre details summary".split()
+    "table tr th td ol ul li article pre details summary img audio".split()
 )
 
 
@@ -70,8 +70,8 @@ def steps(count: int) -> list[dict]:
 
 @pytest.fixture
 def report(tmp_path):
-    def write(run: dict, metrics: list[dict]) -> str:
-        return write_report(tmp_path / "report.html", run, metrics).read_text(encoding="utf-8")
+    def write(run: dict, metrics: list[dict], shown: dict | None = None) -> str:
+        return write_report(tmp_path / "report.html", run, metrics, shown).read_text(encoding="utf-8")
 
     return write
 
@@ -101,17 +101,59 @@ def test_text_from_data_never_becomes_markup(report):
         counters={EVIL: 3, "tokens": EVIL},
         problems=[EVIL],
         samples=[{"row": EVIL, "prompt": EVIL, "expected": EVIL, "answer": {EVIL: EVIL}}],
+        why=EVIL,
+        notes=[EVIL],
+        command=EVIL,
     )
-    page = Page(report(run, [{"step": 1, "loss": EVIL}, {"step": EVIL, "loss": 1.0}, *steps(3)]))
+    answers = [{"prompt": EVIL, "answer": EVIL, "missed": [EVIL]}, {"prompt": "x", "error": EVIL}]
+    shown = {
+        name: {"prompt": EVIL, "expected": EVIL, "media": [{"kind": EVIL, "source": EVIL}]} for name in (EVIL, "x")
+    }
+    asked = [{"step": n, "answers": answers} for n in (0, 3)] + [{"step": 3, "gen/pass_rate": 0.5, f"gen/{EVIL}": 0.5}]
+    page = Page(report(run, [{"step": 1, "loss": EVIL}, {"step": EVIL, "loss": 1.0}, *steps(3), *asked], shown))
     assert page.tags <= ALLOWED
     assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")]
-    assert page.text.count("<script>alert(1)</script>") >= 15
+    assert page.text.count("<script>alert(1)</script>") >= 25
 
 
 def test_it_loads_nothing(report):
     html = report(full_run(), [*steps(100), {"step": 50, "eval_loss": 2.0}])
     assert not re.search(r"https?://|//\w|url\(|@import|@font-face|<script|<link|src=|href=", html)
     assert "default-src 'none'" in html
+
+
+ASKED = [
+    {"step": 0, "gen/pass_rate": 0.0, "gen/json": 0.0, "gen/tokens": 20.0, "gen/seconds": 2.0, "gen/share": 0.9},
+    {"step": 0, "answers": [{"prompt": "a", "answer": "no idea", "passed": False, "missed": ["json"]}]},
+    {"step": 40, "gen/pass_rate": 0.5, "gen/json": 0.75, "gen/tokens": 4.0, "gen/wer": 0.25, "gen/failed": 1,
+     "gen/seconds": 3.0, "gen/share": 0.2},
+    {"step": 40, "answers": [{"prompt": "a", "answer": "{}", "passed": True, "missed": []},
+                             {"prompt": "b", "answer": None, "passed": False, "error": "out of memory"},
+                             {"prompt": "unseen", "answer": "x", "passed": True}]},
+]  # fmt: skip
+JPEG, MP3 = "data:image/jpeg;base64,AAAA", "data:audio/mpeg;base64,BBBB"
+
+
+def test_answers_are_shown_at_first_and_at_last_with_their_media(report):
+    media = [{"kind": "image", "source": JPEG}, {"kind": "audio", "source": MP3}, {"kind": "image"},
+             {"kind": "image", "source": "https://example.com/x.jpg"}]  # fmt: skip
+    shown = {"a": {"prompt": "user: say {}", "expected": "{}", "media": media}, "b": {"prompt": "user: b"}}
+    html = report(full_run(), [*steps(40), *ASKED], shown)
+    text = Page(html).text
+    wanted = ["Prompts that pass", "0.0% → 50.0%", "0.0% → 75.0%", "20 → 4", "Asking took 5.0 s in all, 20.0% of the"]
+    wanted += ["could not be answered: 1", "Step 0", "no idea", "Step 40", "passes", "fails: out of memory"]
+    assert [told for told in wanted if told not in text] == []
+    assert html.count(f'src="{JPEG}"') == 1 and html.count(f'<audio controls src="{MP3}">') == 1
+    assert text.count("that cannot be shown") == 2 and "example.com" not in html and "unseen" not in text
+    assert "Answers to the prompts" not in Page(report(full_run(), ASKED)).text  # whose media were not kept
+
+
+def test_what_the_machine_did_is_drawn_and_the_command_told(report):
+    more = {"tokens_per_second": 900.0, "memory_mb": 1200, "data_wait": 0.1, "padding": 0.02}
+    run = full_run(why="90 minutes have passed", command="python sft_train.py --x 'a b'", notes=["fp32 on cpu"])
+    text = Page(report(run, [step | more for step in steps(5)])).text
+    wanted = ["Tokens per second", "Peak memory (MB)", "waiting for data", "Share of padding", "90 minutes have passed"]
+    assert [told for told in [*wanted, "python sft_train.py --x 'a b'", "fp32 on cpu"] if told not in text] == []
 
 
 def test_values_that_are_not_finite_are_skipped_and_counted(report):
@@ -138,6 +180,15 @@ def test_no_value_of_a_key_can_break_it(report, value):
     for key in ("step", "epoch", "loss", "learning_rate", "grad_norm", "eval_loss"):
         report(full_run(), [*steps(2), {"step": 3, key: value}])
         report(full_run(), [{"step": 3, key: value}])
+    for at, entry in enumerate(ASKED):
+        for key in entry:
+            report(
+                full_run(), [*ASKED[:at], entry | {key: value}, *ASKED[at + 1 :]], {"a": value, "b": {"media": value}}
+            )
+    for key in ("why", "notes", "command"):
+        report(
+            full_run(**{key: value}), steps(2), {"rows.jsonl:3": {"media": [value, {"kind": value, "source": value}]}}
+        )
 
 
 def test_an_empty_run_is_a_page(report):
