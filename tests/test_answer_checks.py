@@ -68,5 +68,10 @@ def test_error_rates_are_those_of_jiwer_on_normalized_texts():
 
 
 def test_numbers_are_the_last_of_a_text():
-    assert [last_number(text) for text in ("12 or 1,000", "x", "v1.5.", "-3", "1e3")] == [1000, None, 1.5, -3, 1000]
+    texts = {
+        "12 or 1,000": 1000, "x": None, "it is 1.5.": 1.5, "-3": -3, "1e3": 1000,
+        "\u22123": -3, "from 1-2": 2, ".5": 0.5,
+        "type-1": 1, "route e66": None, "the e-1 visa": 1, "E-4": 4, "1e999": None, "a1b2": None, "1,23": 23, "": None,
+    }  # fmt: skip
+    assert {text: last_number(text) for text in texts} == texts
     assert set(CHECKS) >= {"json", "json_schema", "required_fields", "regex", "numeric", "max_wer", "stopped"}

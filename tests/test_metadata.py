@@ -170,9 +170,10 @@ def findings(folder):
 def test_a_sound_run_passes_as_text_and_as_json(run, script):
     done = script("inspect_run.py", run, "--json")
     result = json.loads(done.stdout)
-    assert done.returncode == 0 and result["status"] == "done" and result["run"]["status"] == "done"
+    assert done.returncode == 0 and result["sound"] and result["run"]["status"] == "done"
     assert {one["check"]: one["passed"] for one in result["checks"]} == {
-        "metadata": True, "base model": True, "chat template": True, "keys": True, "numbers": True
+        "run": True, "metadata": True, "base model": True, "base's name": None, "chat template": True, "keys": True,
+        "numbers": True, "change": True,
     }  # fmt: skip
     told = script("inspect_run.py", max(run.glob("checkpoint-*"))).stdout
     assert "data_version: v3" in told and "ok       keys: all 48 keys" in told
@@ -229,6 +230,14 @@ def test_what_else_may_be_wrong_with_a_folder(copied, tmp_path, script):
     assert done.returncode == 5 and "no run, checkpoint, adapter or model is there" in done.stderr
 
 
+def test_a_run_that_was_moved_tells_where_its_base_is_now(copied):
+    """The adapter names the base by the place where it was."""
+    config = read(copied / "adapter_config.json")
+    (copied / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone/base-model"}))
+    passed, told = findings(copied)["base's name"]
+    assert passed is False and f"write {copied / 'base-model'} there" in told
+
+
 def test_a_run_that_was_killed_is_told_and_can_be_reported(copied, script):
     record = read(copied / "run.json")
     (copied / "run.json").write_text(json.dumps(record | {"status": "running", "pid": 2**22 + 1}))
@@ -236,6 +245,7 @@ def test_a_run_that_was_killed_is_told_and_can_be_reported(copied, script):
         (copied / name).unlink()
     result = run_check.inspect(str(copied))
     assert result["kind"] == "run" and result["run"]["status"] == "killed" and "--resume" in result["run"]["why"]
+    assert findings(copied)["run"][0] is False and "no model has been saved yet" in findings(copied)["run"][1]
     done = script("inspect_run.py", copied, "--report")
     page = (copied / "report.html").read_text()
     assert done.returncode == 0 and "killed" in page and "Answers to the prompts" in page

@@ -347,4 +347,4 @@ def test_a_signal_before_training_is_told_too(tmp_path):
     process.stderr.readline()  # the first line: it is at work
     process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 143 and "terminated: what was saved before" in stderr and stdout == ""
+    assert process.returncode == 143 and "terminated before anything new was saved" in stderr and stdout == ""

@@ -10,12 +10,12 @@ import torch
 
 from conftest import ASSETS, SAMPLES, ask, talk
 from gemma_trainer import callbacks, checkpoints, eval_prompts
-from gemma_trainer.answer_checks import read_checks
+from gemma_trainer.answer_checks import CHECKS, Answer, read_checks
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import DataError, RowError
 from gemma_trainer.eval_prompts import Prompt, read_prompts
 from gemma_trainer.generation import Question, generate, prompts_of
-from gemma_trainer.goals import Goal
+from gemma_trainer.goals import Goal, lower_is_better
 from gemma_trainer.rows import read_row
 from gemma_trainer.watching import Asking, WatchAnswers
 
@@ -147,6 +147,18 @@ def test_checks_and_failures_are_logged_and_nothing_is_fatal(make_trainer, media
     assert told.count("1 of 4 prompts could not be answered. First: broken: ") == 1
 
 
+def test_a_check_that_cannot_cope_with_an_answer_ends_no_training(make_trainer, monkeypatch):
+    trainer = make_trainer(ROWS, max_steps=1)
+    _, kept = watch(trainer, [prompt(talk("hi"), "one", stopped=False, regex="x")], every=9)
+    monkeypatch.setitem(CHECKS, "regex", lambda *given: 1 / 0)
+    trainer.train()
+    assert kept[0]["answers"][0]["missed"] == ["regex"]
+    monkeypatch.undo()
+    slow = read_checks({"regex": "(a+)+$", "stopped": False}, None)[0]
+    with pytest.raises(TimeoutError):
+        slow.passes(Answer("a" * 60 + "b", 1, True))
+
+
 def test_a_batch_that_takes_too_much_memory_is_halved(make_trainer, monkeypatch):
     trainer, sizes = make_trainer(ROWS, max_steps=1), []
     prompts = [prompt(talk("hi"), str(number), stopped=False) for number in range(8)]
@@ -225,6 +237,9 @@ def test_a_goal_that_is_met_ends_the_run_and_the_best_step_is_kept(make_trainer,
 def test_goals_that_mean_nothing_are_refused(text):
     with pytest.raises(ValueError):
         Goal.read(text)
+    low = ["loss", "eval_loss", "gen/wer", "gen/cer", "gen/failed", "eval_entropy"]
+    high = ["gen/pass_rate", "gen/max_wer", "eval_rewards/accuracies", "eval_mean_token_accuracy", "gen/answers"]
+    assert all(map(lower_is_better, low)) and not any(map(lower_is_better, high))
     assert Goal.read("eval_loss<0.5").met(0.4) and not Goal.read("eval_loss<0.5").met(0.5)
 
 
@@ -238,13 +253,15 @@ def test_prompts_of_every_format(tmp_path):
         {"prompt": "c", "completion": "d"},
         {"instruction": "e", "output": "f", "checks": '{"max_tokens": 5}'},
         {"messages": [{"role": "user", "content": "g"}], "checks": {"json": None, "regex": "x"}},
+        {"prompt": "h", "chosen": "i", "rejected": "j"},
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = read_prompts(str(tmp_path / "prompts.jsonl"))
-    assert [one.name for one in found] == ["7", *(f"prompts.jsonl:{line}" for line in (2, 3, 4, 5))]
-    assert [one.question.expected for one in found] == [None, None, "d", "f", None]
+    assert [one.name for one in found] == ["7", *(f"prompts.jsonl:{line}" for line in (2, 3, 4, 5, 6))]
+    assert [one.question.expected for one in found] == [None, None, "d", "f", None, "i"]
     assert [[check.name for check in one.checks] for one in found] == [
-        ["stopped", "json"], ["stopped"], ["stopped", "normalized"], ["stopped", "max_tokens"], ["stopped", "regex"]
+        ["stopped", "json"], ["stopped"], ["stopped", "normalized"], ["stopped", "max_tokens"], ["stopped", "regex"],
+        ["stopped", "normalized"],
     ]  # fmt: skip
 
 

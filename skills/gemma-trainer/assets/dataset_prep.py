@@ -14,6 +14,7 @@
 #     "peft>=0.21,<1",
 #     "pillow>=11",
 #     "pyyaml>=6",
+#     "regex>=2024.5.15",
 #     "rensa>=0.5,<1",
 #     "soundfile>=0.13",
 #     "torch>=2.9",

@@ -14,6 +14,7 @@
 #     "peft>=0.21,<1",
 #     "pillow>=11",
 #     "pyyaml>=6",
+#     "regex>=2024.5.15",
 #     "rensa>=0.5,<1",
 #     "soundfile>=0.13",
 #     "torch>=2.9",
@@ -35,38 +36,41 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gemma_trainer import cli
-from gemma_trainer.errors import CannotLoad, UsageError
-from gemma_trainer.flags import flag, words
+from gemma_trainer.errors import CannotLoad
+from gemma_trainer.flags import flag, word
 
 EXAMPLES = """\
   python inspect_run.py runs/run1 --json                       # how far it is, or what came of it
   python inspect_run.py runs/run1/checkpoint-40
   python inspect_run.py runs/run1 --report                     # report.html, also of a run that was killed"""
 
+EXIT_CODES = """exit codes:
+  0 what was checked is sound    2 wrong usage    4 missing package
+  5 no run, adapter or model there                8 a check did not pass"""
+
 
 @dataclass(frozen=True)
 class Config:
-    folder: tuple[str, ...] = words("the folder of a run, a checkpoint, an adapter or a model")
+    exit_codes = EXIT_CODES
+    folder: str = word("the folder of a run, a checkpoint, an adapter or a model")
     report: bool = flag(False, "write report.html into the run's folder instead, from its metrics.jsonl")
     json: bool = flag(False, "print the result as one JSON object")
     debug: bool = flag(False, "show the traceback of an error")
 
 
 def main(config: Config) -> dict:
-    if len(config.folder) != 1:
-        raise UsageError(f"one folder is needed, got {len(config.folder)}")
-    folder = config.folder[0]
+    folder = config.folder
     if not Path(folder).is_dir():
         raise CannotLoad(f"{folder}: no such folder")
     from gemma_trainer import run_check, runs
 
     if config.report:
         page = runs.report_again(Path(folder), run_check.state_of(Path(folder)))
-        return {"status": "done", "report": str(page), "summary": f"report   {page}"}
+        return {"report": str(page), "summary": f"report   {page}"}
     result = run_check.inspect(folder)
     failed = any(check["passed"] is False for check in result["checks"])
     more = {"exit_code": 8} if failed else {}
-    return {"status": "failed" if failed else "done"} | result | more | {"summary": run_check.summary(result)}
+    return {"sound": not failed} | result | more | {"summary": run_check.summary(result)}
 
 
 if __name__ == "__main__":

@@ -48,10 +48,11 @@ class Progress(transformers.TrainerCallback):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
         names = {
-            "loss": "loss", "eval_loss": "eval loss", "gen/pass_rate": "answers that pass", "learning_rate": "lr",
+            "loss": "loss", "eval_loss": "eval loss", "gen/pass_rate": "prompts that pass", "learning_rate": "lr",
             "grad_norm": "gradient",
         }  # fmt: skip
-        told = "  ".join(f"{name} {logs[key]:.4g}" for key, name in names.items() if isinstance(logs.get(key), float))
+        numbers = {name: logs[key] for key, name in names.items() if isinstance(logs.get(key), float)}
+        told = "  ".join(f"{name} {n:.0%}" if "pass" in name else f"{name} {n:.4g}" for name, n in numbers.items())
         if self.bar is not None and "loss" in logs:
             self.bar.set_postfix_str(told)
         elif self.bar is not None:

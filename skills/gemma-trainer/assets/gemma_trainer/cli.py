@@ -40,7 +40,8 @@ LESS_MEMORY = (
 def build_parser(flags: type, description: str, examples: str, command: str = "") -> argparse.ArgumentParser:
     """A parser with one flag for each field of the dataclass `flags`, in order."""
     trains = any(field.name == "batch_size" for field in dataclasses.fields(flags))
-    parser = _parser(description, examples, command, EXIT_CODES if trains else EXIT_CODES_DATA)
+    codes = getattr(flags, "exit_codes", EXIT_CODES if trains else EXIT_CODES_DATA)
+    parser = _parser(description, examples, command, codes)
     if trains:
         parser.epilog += f"\n\nwhen memory runs out, {LESS_MEMORY}"
     parser.add_argument(
@@ -71,6 +72,9 @@ class _Parser(argparse.ArgumentParser):
 def _add_flag(parser, field) -> None:
     name, annotation = "--" + field.name.replace("_", "-"), str(field.type)
     options = {"help": field.metadata["help"], "default": field.default}
+    if field.metadata.get("word"):
+        parser.add_argument(field.name, metavar=field.name.upper(), help=field.metadata["help"])
+        return
     if field.metadata.get("words"):
         parser.add_argument(field.name, nargs="*", metavar=field.name.upper(), **options)
         return
@@ -85,6 +89,7 @@ def _add_flag(parser, field) -> None:
         options["metavar"] = (
             None if options.get("choices") else annotation.split("[")[-1].split(" |")[0].split(",")[0].upper()
         )
+        options["metavar"] = field.metadata.get("metavar") or options["metavar"]
     if not (field.default is None or field.default is False or field.default == ()):
         options["help"] += f" (default: {'on' if field.default is True else field.default})"
     parser.add_argument(name, **options)
@@ -111,7 +116,7 @@ def parse(flags: type, description: str, examples: str, argv: list[str], command
 def _config_arguments(file: str, flags: type, given: set[str]) -> list[str]:
     """The entries of a config file as command-line arguments, without the flags that are `given` there."""
     content = _read_config(Path(file))
-    fields = {field.name: field for field in dataclasses.fields(flags) if not field.metadata.get("words")}
+    fields = {field.name: field for field in dataclasses.fields(flags) if not {"word", "words"} & field.metadata.keys()}
     arguments = []
     for key, value in content.items():
         name = key.replace("-", "_")
@@ -126,6 +131,8 @@ def _config_arguments(file: str, flags: type, given: set[str]) -> list[str]:
             raise UsageError(f"{file}: {key} must be true or false")
         if is_switch:
             arguments += [option] if value else [f"--no-{option[2:]}"] if fields[name].default else []
+        elif isinstance(value, dict):  # of --metadata
+            arguments += [option, *(f"{key}={item}" for key, item in value.items())]
         elif isinstance(value, list):
             arguments += [option, *map(str, value)]
         else:
@@ -243,7 +250,7 @@ def _print_result(result: dict, config) -> int:
 
 
 def _terminated(number, frame):
-    raise Interrupted("terminated: what was saved before stays as it is", 143)
+    raise Interrupted("terminated before anything new was saved; what was there stays as it is", 143)
 
 
 def _quiet_environment() -> None:

@@ -75,9 +75,10 @@ class DivergenceGuard:
         whole = checkpoints(args.output_dir)
         half = "half precision (--precision fp32)" if args.fp16 or args.bf16 else ""
         causes = [f"a learning rate that is too high (--lr {args.learning_rate:g} now: try a third)", half]
-        causes += ["a row that is broken (look at those named; --on-divergence skip leaves them out)"]
+        leave_out = "" if self.skip else "; --on-divergence skip leaves them out"
+        causes += [f"a row that is broken (look at those named{leave_out})"]
         saved = f"The last whole checkpoint is {whole[-1].name}" if whole else "No checkpoint was saved yet"
-        again = f" in a row, {LEFT_OUT} were left out" if self.skip else ""
+        again = f", as it did at the {LEFT_OUT} steps before, which were left out" if self.skip else ""
         return (
             f"training diverged at step {self.trainer.state.global_step + 1}{again}: the {what} is not a number. "
             f"Rows of that step: {shown or 'unknown'}.\n"

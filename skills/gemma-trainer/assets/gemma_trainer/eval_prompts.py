@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from . import sources
 from .answer_checks import Check, read_checks
-from .errors import DataError, Fault, RowError
+from .errors import DataError, Fault, MediaError, RowError
 from .generation import Question
+from .media import MediaAccess, find_media
+from .preferences import read_preference
 from .rows import read_row
 
 MAX_PROMPTS = 2000  # more is a data set, which would be answered for hours
@@ -26,6 +28,7 @@ class Prompt:
 
 def read_prompts(file: str) -> list[Prompt]:
     """Read a prompts file, in any format of rows; a row may have `checks` (see `answer_checks.CHECKS`) and an `id`.
+    Of a preference pair the chosen answer is the expected one.
 
     Example, two lines of a .jsonl file:
         {"messages": [{"role": "user", "content": "Anna is 7, in JSON"}], "checks": {"required_fields": ["age"]}}
@@ -48,13 +51,30 @@ def read_prompts(file: str) -> list[Prompt]:
     return prompts
 
 
+def absent_media(prompts: list[Prompt], access: MediaAccess) -> list[tuple[str, str]]:
+    """(row, reason) for each medium of the prompts whose file is not there; none is opened."""
+    absent = []
+    for prompt in prompts:
+        for medium in prompt.question.row.media:
+            try:
+                find_media(medium.value, prompt.question.row.folder, access)
+            except MediaError as problem:
+                absent.append((prompt.question.row.name, str(problem)))
+    return absent
+
+
 def _read_prompt(raw: Mapping, name: str) -> Prompt:
     raw = dict(raw)
     given, own = raw.pop("checks", None), raw.pop("id", None)
-    if "prompt" in raw and raw.get("completion") is None:  # a prompt alone, which is no row to train on
+    if "chosen" in raw and "rejected" in raw:
+        row = read_preference(raw, name).chosen
+    elif "prompt" in raw and raw.get("completion") is None:  # a prompt alone, which is no row to train on
         asked = raw.pop("prompt")
-        raw["messages"] = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    row = read_row(raw, name)
+        row = read_row(
+            raw | {"messages": [{"role": "user", "content": asked}] if isinstance(asked, str) else asked}, name
+        )
+    else:
+        row = read_row(raw, name)
     question = Question.of(row)
     try:
         if isinstance(given, str):

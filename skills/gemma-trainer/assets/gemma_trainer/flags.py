@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from .errors import UsageError
 
 
-def flag(default=None, help: str = "", choices=None):
+def flag(default=None, help: str = "", choices=None, metavar: str | None = None):
     """A dataclass field that is also a command-line flag; the type annotation tells how its value is read."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
 
 
 def words(help: str):
     """A dataclass field that holds the command's words that belong to no flag."""
     return dataclasses.field(default=(), metadata={"help": help, "words": True})
+
+
+def word(help: str):
+    """A dataclass field that holds the one word of the command that belongs to no flag."""
+    return dataclasses.field(default=None, metadata={"help": help, "word": True})
 
 
 @dataclass(frozen=True)
@@ -53,17 +58,23 @@ class TrainingFlags:
     )
     save_steps: int | None = flag(help="steps between checkpoints (default: a tenth of the run)")
     eval_steps: int | None = flag(help="steps between evaluations (default: a tenth of the run)")
-    stop_when: str | None = flag(help="end as soon as a logged metric meets this, such as 'gen/pass_rate>=0.95'")
-    best_by: str | None = flag(help="save the model of the step where this metric was best, such as eval_loss")
-    max_minutes: float | None = flag(help="end after so many minutes, with the result saved")
+    stop_when: str | None = flag(
+        help="end as soon as a logged metric meets this, such as 'gen/pass_rate>=0.95'", metavar="METRIC>=NUMBER"
+    )
+    best_by: str | None = flag(
+        help="save the model of the step where this metric was best (a loss or error rate: lowest), such as eval_loss",
+        metavar="METRIC",
+    )
+    max_minutes: float | None = flag(help="end so many minutes after the script began, with the result saved")
     on_divergence: str = flag(
         "stop", "a loss or gradient that is no number: stop, or leave the step out", ("stop", "skip")
     )
     auto_batch: bool = flag(False, "out of memory: halve --batch-size, double --grad-accum, and go on")
-    metadata: tuple[str, ...] = flag((), "key=value to be saved with the model, such as data_version=3")
-    metadata_file: str | None = flag(help="a JSON object to be saved with the model")
+    metadata: tuple[str, ...] = flag(
+        (), "facts to be saved with the model, such as data_version=3", metavar="KEY=VALUE"
+    )
+    metadata_file: str | None = flag(help="a JSON object of such facts", metavar="FILE")
     report_to: tuple[str, ...] = flag((), "experiment trackers, such as tensorboard or wandb; they get figures only")
-    report_samples: bool = flag(False, "send trackers the answers to --eval-prompts, too")
     dry_run: bool = flag(False, "check everything and say what would be done, without training")
     json: bool = flag(False, "print the result as one JSON object")
     debug: bool = flag(False, "show the traceback of an error")
@@ -89,11 +100,13 @@ class PolicyFlags(TrainingFlags):
         help="run folder or hub id of an adapter to go on from; its base model is taken where --model is not given"
     )
     eval_prompts: str | None = flag(
-        help="file of prompts that the model answers while it trains, with checks of its answers"
+        help="rows that the model answers while it trains, with `checks` of the answers (references/running.md)",
+        metavar="FILE",
     )
     eval_prompts_every: int | None = flag(help="steps between two times of asking (default: a tenth of the run)")
     eval_prompts_max_tokens: int = flag(256, "most tokens of an answer")
     eval_prompts_temperature: float = flag(0.0, "0 takes the likeliest token each time")
+    report_samples: bool = flag(False, "send --report-to the answers to --eval-prompts, too")
 
 
 @dataclass(frozen=True)

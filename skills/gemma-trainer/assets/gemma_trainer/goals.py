@@ -7,6 +7,8 @@ import operator
 import re
 from dataclasses import dataclass
 
+FIGURES = ("pass_rate", "failed", "tokens", "wer", "cer")  # logged as gen/..., beside the rate of each check
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -31,5 +33,5 @@ class Goal:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a metric's name says that it is a loss or an error rate."""
-    return re.search(r"loss|wer|cer|perplexity|error|failed|entropy", metric) is not None
+    """Whether a metric's name says that it is a loss or an error rate; `gen/max_wer` is the share that keeps to one."""
+    return re.search(r"(^|(?<!max)[/_])(loss|wer|cer|perplexity|error|failed|entropy)$", metric) is not None

@@ -16,28 +16,28 @@ from .runs import versions
 FILE = "training_metadata.json"
 KEY = "custom_metadata"  # of adapter_config.json
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-TRAINING = """epochs max_steps batch_size grad_accum lr lora_r lora_alpha lora_dropout lora_targets full seed precision
-quantize beta loss_type loss_weights label_smoothing center_rewards_coefficient""".split()
+TRAINING = """epochs max_steps batch_size grad_accum lr lora_r lora_alpha lora_dropout lora_targets full seed beta
+loss_type loss_weights label_smoothing center_rewards_coefficient""".split()
 
 
-def facts_of(config, data, model, model_config, collator, own: dict) -> dict:
+def facts_of(config, record: dict, data, model, collator, own: dict) -> dict:
     """The facts of a run. None of them changes while it goes on.
 
     Args:
+        record: of the run, with the precision and the quantization that were decided on.
         data: `data.Data`.
         model: the model in training.
-        model_config: of the base model, as transformers reads it.
         collator: `MultimodalCollator`, whose template and markers the model is trained on.
         own: what the user adds, under "metadata".
     """
-    family = families.family_of_config(model_config)
+    family = families.family_of_config(model.config)
     labels = {name: getattr(config, name) for name in ("loss_on", "train_reasoning", "thinking")}
     return finite(
         {
             "task": config.task,
             "base_model": {
                 "name": shown_name(config.model),
-                "revision": getattr(model_config, "_commit_hash", None),
+                "revision": getattr(model.config, "_commit_hash", None),
                 "family": family.name,
                 "architecture": type(inner(model)).__name__,
                 "license": license_of(config.model, family),
@@ -54,7 +54,8 @@ def facts_of(config, data, model, model_config, collator, own: dict) -> dict:
             "tokens": _tokens(collator, family),
             "max_len": config.max_len,
             "labels": labels | {"ignored": _ignored(config)},
-            "training": {name: getattr(config, name) for name in TRAINING if hasattr(config, name)},
+            "training": {name: getattr(config, name) for name in TRAINING if hasattr(config, name)}
+            | {name: record.get(name) for name in ("precision", "quantization")},
             "versions": versions(),
             "metadata": own,
         }

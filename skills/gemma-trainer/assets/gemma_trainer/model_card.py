@@ -22,24 +22,33 @@ def card(facts: dict, adapter: bool) -> str:
     told, _ = TASKS[facts["task"]]
     kind = "LoRA adapter" if adapter else "model"
     names = ", ".join(f"`{name}`" for name in data["names"])
-    own = "".join(f"- {key}: {_inline(value)}\n" for key, value in facts["metadata"].items())
+    shown_already = ("data_version", "license")
+    own = "".join(f"- {k}: {_inline(v)}\n" for k, v in facts["metadata"].items() if k not in shown_already)
+    loss = f"all tokens of both answers; ignored: {', '.join(labels['ignored'])}"
+    if facts["task"] == "sft":
+        loss = f"{labels['loss_on'].replace('-', ' ')}; ignored: {', '.join(labels['ignored'])}"
+    if facts["task"] == "reward":
+        loss = "the score at the last token of each conversation"
+    start = f", going on from the adapter `{facts['adapter']}`" if "adapter" in facts else ""
     sizes = f"{data['rows']:,} rows" + (f", {data['eval_rows']:,} held out" if data["eval_rows"] else "")
     template = facts["chat_template"]
+    warned = ", and in `adapter_config.json` under `custom_metadata`, a key that PEFT warns of and passes over"
+    warned = warned if adapter else ""
     return f"""---
 {_front_matter(facts, adapter)}---
 
 # {base["name"]}, {told}
 
-A {kind} made by {told} from `{base["name"]}`{_revision(base)} with [TRL](https://huggingface.co/docs/trl).
+A {kind} made by {told} from `{base["name"]}`{_revision(base)}{start} with [TRL](https://huggingface.co/docs/trl).
 
 - Data: {names} ({sizes}; fingerprint `{data["fingerprint"]}`{_version(data)})
 - Longest row: {facts["max_len"]:,} tokens, media included
-- Loss on: {labels["loss_on"].replace("-", " ")}; ignored: {", ".join(labels["ignored"])}
+- Loss on: {loss}
 - Chat template: {template["version"]}, sha256 `{template["sha256"][:16]}`, saved here; an answer ends with one of the \
 tokens {facts["tokens"]["stop_token_ids"]}
 - Licence of the base model: {base["license"]}
 {own}
-All facts are in `training_metadata.json`.
+All facts are in `training_metadata.json`{warned}.
 
 ## Use
 
@@ -89,7 +98,10 @@ def _usage(facts: dict, adapter: bool) -> str:
     loads = "AutoModelForCausalLM" if text_only else "AutoModelForImageTextToText"
     loads = "AutoModelForSequenceClassification" if reward else loads
     one = ", num_labels=1" if reward and adapter else ""
-    lines = ["import gemma_trainer  # from the gemma-trainer skill's assets/: knows reward heads of Gemma\n"] * reward
+    lines = [
+        "import gemma_trainer  # the gemma-trainer skill's assets/ on PYTHONPATH: it knows reward heads of Gemma\n"
+    ]
+    lines *= reward
     lines += ["from peft import PeftConfig, PeftModel\n"] * adapter
     lines += [f"from transformers import {loads}, {reads}\n\n"]
     lines += ['here = "."  # this folder, or the id of its repository\n']
@@ -109,4 +121,5 @@ def _usage(facts: dict, adapter: bool) -> str:
         return "".join([*lines, "print(model(**inputs).logits[0, 0].item())\n"])
     stops = facts["tokens"]["stop_token_ids"]
     lines += [f"answer = model.generate(**inputs, max_new_tokens=256, eos_token_id={stops})\n"]
-    return "".join([*lines, 'print(processor.decode(answer[0, inputs["input_ids"].shape[1] :]))\n'])
+    said = 'answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True'
+    return "".join([*lines, f"print(processor.decode({said}))\n"])

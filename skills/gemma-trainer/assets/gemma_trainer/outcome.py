@@ -101,7 +101,21 @@ def summary(config, run: Run) -> str:
             f"proof    on held-out pictures and sounds: {seen:.0%} right, with the media zeroed "
             f"{blind:.0%} (guessing: {metrics['chance']:.0%})"
         )
-    return "\n".join([*lines, f"run      {run.folder} (report.html, run.json, metrics.jsonl, adapter and processor)"])
+    saved = "model" if config.full else "adapter"
+    return "\n".join([*lines, f"run      {run.folder} (report.html, run.json, metrics.jsonl, {saved} and processor)"])
+
+
+def _told_intervals(config, data: Data, steps: int) -> str:
+    """How often a run saves, evaluates and asks, and what may end it early."""
+    often = max(1, steps // 10)
+    told = [f"{config.save_steps or often} steps a checkpoint"]
+    if data.eval_rows is not None:
+        told.append(f"{config.eval_steps or often} an evaluation")
+    if data.prompts:
+        told.append(f"{config.eval_prompts_every or often} the answers to {len(data.prompts)} prompts")
+    ends = [f"--stop-when {config.stop_when}"] if config.stop_when else []
+    ends += [f"--max-minutes {config.max_minutes:g}"] if config.max_minutes else []
+    return ", ".join(told) + (f"; may end early by {' or '.join(ends)}" if ends else "")
 
 
 def _told_answers(metrics: dict, run: Run) -> str:
@@ -157,8 +171,7 @@ def plan(config, run: Run, data: Data, model_config, collator) -> dict:
         f"rows     in the first {looked_at}: {_told(counters)}",
         f"run      would be written to {run.folder}",
     ]
-    if data.prompts:
-        lines.insert(3, f"prompts  {len(data.prompts)} to be answered while it trains")
+    lines.insert(3, f"every    {_told_intervals(config, data, result['steps'])}")
     return result | {"summary": "\n".join(lines)}
 
 

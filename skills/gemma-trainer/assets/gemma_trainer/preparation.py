@@ -9,11 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from . import metadata, sources
+from .answer_checks import CHECKS
 from .cli import note
 from .data import Data, check_data, load_data
 from .errors import EnvironmentUnfit, UsageError
-from .eval_prompts import read_prompts
-from .goals import Goal
+from .eval_prompts import Prompt, absent_media, read_prompts
+from .goals import FIGURES, Goal
 from .runs import Run
 
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX")} | {
@@ -49,8 +50,24 @@ def prepare(config, script: str):
     collators = make_collators(config, processor, model_config)
     check_data(config, rows, collators[0])
     if getattr(config, "eval_prompts", None):
-        rows.prompts = read_prompts(config.eval_prompts)
+        rows.prompts = load_prompts(config, collators[1])
     return config, run, rows, model_config, processor, collators
+
+
+def load_prompts(config, collator) -> list[Prompt]:
+    """The prompts of --eval-prompts. One with a medium that is not there is told, and will count as failed.
+
+    Raises:
+        DataError: the file, or a prompt in it, cannot be used; the model has no tower for a medium.
+    """
+    prompts = read_prompts(config.eval_prompts)
+    for prompt in prompts:
+        for medium in prompt.question.row.media:
+            collator.check_modality(medium.kind, prompt.question.row.name)
+    if absent := absent_media(prompts, collator.access):
+        name, reason = absent[0]
+        note(f"{len(absent)} media of the prompts cannot be read. First: {name}: {reason}")
+    return prompts
 
 
 def with_defaults(config):
@@ -80,7 +97,8 @@ def with_defaults(config):
         model = "tiny random Gemma 4" if config.model in (None, "demo") else config.model
         note(f"No --dataset given: running the built-in demo ({model}, bundled samples, offline).")
     tiny = config.model in (None, "demo")
-    chosen = {
+    chosen = {"loss_type": config.loss_type or ("sigmoid",)} if config.task == "dpo" else {}
+    chosen |= {
         "model": config.model or "demo",
         "batch_size": config.batch_size or (8 if config.demo else 1),
         "grad_accum": config.grad_accum or (1 if config.demo else 8),
@@ -105,8 +123,16 @@ def _check_goals(config) -> None:
             raise UsageError(f"{flag} {metric} needs --eval-prompts")
         if (metric or "").startswith("eval_") and not evaluates:
             raise UsageError(f"{flag} {metric} needs --eval-dataset or --test-size")
-    if config.report_samples and not getattr(config, "eval_prompts", None):
-        raise UsageError("--report-samples needs --eval-prompts")
+        if (metric or "").startswith("gen/") and metric.removeprefix("gen/") not in {*FIGURES, *CHECKS}:
+            raise UsageError(f"{flag} {metric}: known are gen/{', gen/'.join([*FIGURES, *CHECKS])}")
+    if config.stop_when and (goal := Goal.read(config.stop_when)).metric.startswith("gen/"):
+        if goal.metric.removeprefix("gen/") in ("pass_rate", *CHECKS) and not 0 <= goal.value <= 1:
+            raise UsageError(f"--stop-when {config.stop_when}: a share lies between 0 and 1")
+    if not getattr(config, "eval_prompts", None):
+        plain = {field.name: field.default for field in dataclasses.fields(config)}
+        for name in (name for name in plain if name.startswith("eval_prompts_") or name == "report_samples"):
+            if getattr(config, name) != plain[name]:
+                raise UsageError(f"--{name.replace('_', '-')} needs --eval-prompts")
 
 
 def _check_losses(config) -> None:
@@ -172,10 +198,13 @@ def check_resumed(config, run: Run, data: Data) -> None:
     known = run.previous.get("data", {}).get("fingerprint")
     if known and known != sources.fingerprint(data.names, len(data.rows)):
         raise UsageError(f"--resume: the data are not those that the run in {run.folder} was begun with")
-    ended = run.previous.get("status") == "done" and run.previous.get("steps", 0) >= steps
-    if ended and run.previous.get("reported"):
+    if run.previous.get("status") != "done" or not run.previous.get("reported"):
+        return
+    met = config.stop_when and run.previous.get("goal_met") == config.stop_when
+    if met or run.previous.get("steps", 0) >= steps:
         run.finished = True
-        note(f"the run in {run.folder} is finished ({steps} steps): raise --epochs or --max-steps to go on")
+        why = f"{config.stop_when} was met" if met else f"{steps} steps"
+        note(f"the run in {run.folder} is finished ({why}): raise --epochs or --max-steps to go on")
 
 
 # ---- processor and collators

@@ -136,7 +136,7 @@ def make_dpo_trainer(config, run: Run, model, processor, data: Data, collators):
         run.folder,
         **_options(config, data),
         beta=config.beta,
-        loss_type=list(config.loss_type) or ["sigmoid"],
+        loss_type=list(config.loss_type),
         loss_weights=[float(weight) for weight in config.loss_weights] or None,
         label_smoothing=config.label_smoothing,
     )
@@ -207,7 +207,7 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
     for callback in (trainer.stop, *trainer.enders, *best, *_watch(config, run, trainer, data, collators)):
         trainer.add_callback(callback)
     own = metadata.read_own(config.metadata, config.metadata_file)
-    facts = metadata.facts_of(config, data, model, model.config, collators[0], own)
+    facts = metadata.facts_of(config, run.record, data, model, collators[0], own)
     trainer.describe = functools.partial(metadata.write, facts=facts)
     return trainer
 
@@ -219,11 +219,15 @@ def _watch(config, run: Run, trainer, data: Data, collators) -> list:
     from .previews import previews
     from .watching import Asking, WatchAnswers
 
-    asked = {prompt.name: prompt.question for prompt in data.prompts[:SHOWN_PROMPTS]}
     run.show(
         {
-            name: {"prompt": one.told, "expected": one.expected, "media": previews(one.row, collators[1].access)}
-            for name, one in asked.items()
+            prompt.name: {
+                "prompt": prompt.question.told,
+                "expected": prompt.question.expected,
+                "wanted": [check.wanted for check in prompt.checks],
+                "media": previews(prompt.question.row, collators[1].access),
+            }
+            for prompt in data.prompts[:SHOWN_PROMPTS]
         }
     )
     every = config.eval_prompts_every or max(1, steps_of(config, len(data.rows)) // 10)
@@ -270,7 +274,11 @@ def train(config, run: Run, trainer, data: Data) -> None:
             _take_best(config, run, trainer)
             with run.staged() as folder:
                 trainer.save_model(str(folder))
-            run.finish("done", why=_why(trainer), **collected(run, trainer))
+            why = next((ender.why for ender in trainer.enders if ender.why), "")
+            if any(getattr(ender, "seen", True) is False for ender in trainer.enders):
+                note(f"--stop-when {config.stop_when}: no such metric was logged. {_logged(trainer)}")
+            met = config.stop_when if "--stop-when" in why else None
+            run.finish("done", why=why or FULL, goal_met=met, **collected(run, trainer))
     except Interrupted:
         raise
     except BaseException as problem:
@@ -281,9 +289,9 @@ def train(config, run: Run, trainer, data: Data) -> None:
         raise
 
 
-def _why(trainer) -> str:
-    """Why a run that is done ended where it did."""
-    return next((ender.why for ender in trainer.enders if ender.why), "") or FULL
+def _logged(trainer) -> str:
+    names = {name for entry in trainer.state.log_history for name, value in entry.items() if isinstance(value, float)}
+    return f"Logged were: {', '.join(sorted(names - {'epoch'}))}"
 
 
 def _take_best(config, run: Run, trainer) -> None:
@@ -292,7 +300,7 @@ def _take_best(config, run: Run, trainer) -> None:
         return
     best = trainer.kept.get("best")
     if best is None:
-        note(f"--best-by {config.best_by}: no such metric was logged; the last weights are saved")
+        note(f"--best-by {config.best_by}: no such metric was logged; the last weights are saved. {_logged(trainer)}")
         return
     value, step = best
     if step != trainer.state.global_step:
@@ -331,11 +339,22 @@ def _logged_bytes(run: Run, checkpoint: Path) -> int:
     return told.get("logged_bytes") or run.metrics_size()
 
 
+def _history(run: Run, trainer) -> list[dict]:
+    """What was logged; where an earlier step's model is saved, without what was measured of later ones."""
+    best = run.record.get("best")
+    if not best:
+        return trainer.state.log_history
+    measured = [entry for entry in trainer.state.log_history if entry["step"] <= best["step"]]
+    later = [entry for entry in trainer.state.log_history if entry["step"] > best["step"]]
+    of_training = [{k: v for k, v in e.items() if not k.startswith(("eval_", "gen/"))} for e in later]
+    return measured + of_training
+
+
 def collected(run: Run, trainer) -> dict:
     """What the trainer counted, for `run.json`; of a resumed run, from its first step on."""
     from .callbacks import UNTOLD
 
-    history = trainer.state.log_history
+    history = _history(run, trainer)
     last = {key: value for entry in history for key, value in entry.items() if key not in ("step", "epoch")}
     metrics = {key: value for key, value in last.items() if isinstance(value, int | float) and key not in UNTOLD}
     losses = [entry["loss"] for entry in run.metrics() if "loss" in entry]

@@ -231,6 +231,8 @@ def _asked(shown: dict) -> str:
     """A prompt with its media, and the answer that was expected."""
     media = "".join(_medium(medium) for medium in dicts(shown, "media"))
     expected = _box("Expected", shown["expected"]) if as_text(shown.get("expected")) else ""
+    wanted = ", ".join(as_text(check) for check in part(shown, "wanted", list))
+    expected += f'<p class="soft">Checked for {esc(wanted)}</p>' if wanted else ""
     return (f'<div class="media">{media}</div>' if media else "") + _box("Prompt", shown.get("prompt")) + expected
 
 
@@ -243,7 +245,8 @@ def _medium(medium: dict) -> str:
 
 
 def _box(name: str, text) -> str:
-    return f'<div><h3>{name}</h3><pre dir="auto">{esc(text) or "–"}</pre></div>'
+    shown = "(empty)" if text == "" else esc(text) or "–"
+    return f'<div><h3>{name}</h3><pre dir="auto">{shown}</pre></div>'
 
 
 def _samples(samples: list[dict], shown: dict) -> str:

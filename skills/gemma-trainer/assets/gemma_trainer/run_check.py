@@ -14,6 +14,7 @@ from pathlib import Path
 
 from . import metadata
 from .errors import CannotLoad, EnvironmentUnfit
+from .runs import metrics_of
 
 LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
 SHOWN = 3
@@ -35,6 +36,8 @@ def state_of(folder: Path) -> dict | None:
     except (OSError, ValueError):
         return None
     if record.get("status") == "running" and record.get("host") == platform.node() and not _alive(record.get("pid")):
+        steps = [entry["step"] for entry in metrics_of(folder) if isinstance(entry.get("step"), int)]
+        record |= {"step": max([record.get("step", 0), *steps])}
         record |= {"status": "killed", "why": f"its process {record.get('pid')} is gone: go on with --resume"}
     return record
 
@@ -67,8 +70,9 @@ def inspect(folder: str) -> dict:
     if not kind and state is None:
         raise CannotLoad(f"{folder}: no run, checkpoint, adapter or model is there")
     facts = metadata.read(path)
-    checks = list(_checks(path, kind, facts)) if kind else [Finding("result", None, _unfinished(path))]
-    names = "script status why step total_steps eta_s started metrics".split()
+    checks = [_run(state, kind, path)] if state else []
+    checks += list(_checks(path, kind, facts)) if kind else []
+    names = "script status why step total_steps eta_s started metrics best".split()
     run = {name: state[name] for name in names if name in state} if state else None
     return {
         "folder": folder,
@@ -79,18 +83,24 @@ def inspect(folder: str) -> dict:
     }
 
 
-def _unfinished(path: Path) -> str:
+def _run(state: dict, kind: str, path: Path) -> Finding:
+    """Whether the run came to its end, and left a model."""
     from .checkpoints import checkpoints
 
-    whole = checkpoints(path)
+    whole, status = checkpoints(path), state.get("status")
     last = f"; the last whole checkpoint is {whole[-1].name}, which can be inspected" if whole else ""
-    return f"no model has been saved yet{last}"
+    saved = "" if kind else f": no model has been saved yet{last}"
+    if status == "running":
+        return Finding("run", None, f"it is under way{saved}")
+    return Finding("run", status == "done" and bool(kind), f"{status}: {state.get('why')}{saved}")
 
 
 def _checks(path: Path, kind: str, facts: dict | None) -> Iterator[Finding]:
     yield _facts(path, kind, facts)
     name, config, told = _base(path, kind)
     yield Finding("base model", config is not None, told)
+    if kind == "adapter":
+        yield from _named(path, name)
     yield from _template(path, facts, name if config is not None else None)
     weights = _Weights.of(path, kind)
     if isinstance(weights, str):
@@ -122,6 +132,18 @@ def _base(path: Path, kind: str):
     except (CannotLoad, EnvironmentUnfit) as problem:
         return name, None, str(problem).splitlines()[0]
     return name, config, f"{name} ({config.model_type})"
+
+
+def _named(path: Path, found: str) -> Iterator[Finding]:
+    """Whether others find the base model by the name that the adapter has for it."""
+    from . import models
+
+    named = models.adapter_config(str(path)).base_model_name_or_path
+    if named != found:
+        told = f"adapter_config.json names {named}, which is gone: write {Path(found).resolve()} there"
+        yield Finding("base's name", False, told)
+    elif Path(named).is_dir():
+        yield Finding("base's name", None, f"{named} is a folder of this machine: who gets the adapter needs it, too")
 
 
 def _template(path: Path, facts: dict | None, base: str | None) -> Iterator[Finding]:
@@ -234,8 +256,10 @@ def _numbers(kind: str, weights: _Weights) -> Iterator[Finding]:
     told = f"{len(bad)} tensors are not numbers: {bad[0]}" if bad else f"all {len(weights.names)} tensors are numbers"
     yield Finding("numbers", not bad, told)
     changes = [name for name in weights.names if (found := LORA.fullmatch(name)) and found["side"] == "B"]
-    if kind == "adapter" and changes and not any(weights.tensor(name).any() for name in changes):
-        yield Finding("change", False, "all of its updates are zero: it answers as the base model does")
+    if kind == "adapter" and changes:
+        changed = sum(bool(weights.tensor(name).any()) for name in changes)
+        none = "all of its updates are zero: it answers as the base model does"
+        yield Finding("change", changed > 0, f"{changed} of {len(changes)} updates are not zero" if changed else none)
 
 
 def summary(result: dict) -> str:
@@ -244,13 +268,20 @@ def summary(result: dict) -> str:
     if run := result["run"]:
         steps = f"step {run.get('step', 0)} of {run['total_steps']}" if "total_steps" in run else "no step yet"
         left = f", {run['eta_s']} s to go" if run.get("eta_s") else ""
-        lines.append(f"run      {run.get('status')}: {run.get('why') or run.get('script')}; {steps}{left}")
+        lines.append(f"run      {run.get('status')}, begun {run.get('started')}; {steps}{left}")
+        names = ("loss", "train_loss", "eval_loss", "gen/pass_rate")
+        shown = [
+            f"{name} {m[name]:.4g}" for name in names if isinstance((m := run.get("metrics", {})).get(name), float)
+        ]
+        lines += [f"metrics  {', '.join(shown)}"] if shown else []
+        if best := run.get("best"):
+            lines.append(f"best     step {best['step']}: {best['metric']} {best['value']:.4g}")
     if facts := result["facts"]:
         base, data = facts.get("base_model", {}), facts.get("data", {})
         lines.append(f"task     {facts.get('task')} on {', '.join(data.get('names', []))}: {data.get('rows')} rows")
-        lines.append(f"data     fingerprint {data.get('fingerprint')}, version {data.get('version') or 'not told'}")
+        lines.append(f"data     fingerprint {data.get('fingerprint')}, version {data.get('version') or 'unknown'}")
         lines.append(
-            f"base     {base.get('name')}, revision {base.get('revision') or 'not told'}, {base.get('license')}"
+            f"base     {base.get('name')}, revision {base.get('revision') or 'unknown'}, {base.get('license')}"
         )
         lines += [f"         {key}: {value}" for key, value in facts.get("metadata", {}).items()]
     marks = {True: "ok", False: "FAILED", None: "note"}

@@ -15,8 +15,8 @@ import transformers
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from .answer_checks import Answer, error_rate
-from .errors import TrainerError
+from .answer_checks import Answer, Check, error_rate
+from .errors import RowError
 from .eval_prompts import Prompt
 from .files import tell
 from .generation import generate, prompts_of
@@ -137,8 +137,8 @@ class WatchAnswers(transformers.TrainerCallback):
         return list(zip(names, answers, strict=True))
 
     def _reason(self, problem: Exception) -> str:
-        if isinstance(problem, TrainerError):
-            return str(problem)
+        if isinstance(problem, RowError):
+            return problem.reason
         return "out of memory" if should_reduce_batch_size(problem) else f"it failed ({type(problem).__name__})"
 
     def _log(self, state, answers: dict[str, Answer | str], seconds: float) -> None:
@@ -149,7 +149,7 @@ class WatchAnswers(transformers.TrainerCallback):
                 failed.append((prompt.name, answer))
                 told.append({"prompt": prompt.name, "answer": None, "passed": False, "error": answer})
                 continue
-            missed = [check.name for check in prompt.checks if not check.passes(answer)]
+            missed = [check.name for check in prompt.checks if not _passes(check, answer)]
             thought = {"reasoning": answer.reasoning} if answer.reasoning else {}
             told.append(
                 {"prompt": prompt.name, "answer": answer.text, "passed": not missed, "missed": missed} | thought
@@ -184,6 +184,14 @@ class WatchAnswers(transformers.TrainerCallback):
         lengths = [answer.tokens for answer in answers.values() if isinstance(answer, Answer)]
         means = {f"gen/{name}": sum(values) / len(values) for name, values in rates.items()}
         return means | ({"gen/tokens": sum(lengths) / len(lengths)} if lengths else {})
+
+
+def _passes(check: Check, answer: Answer) -> bool:
+    """Whether an answer passes; not where a check cannot cope with what the model said, which ends no training."""
+    try:
+        return check.passes(answer)
+    except Exception:
+        return False
 
 
 @contextlib.contextmanager
