@@ -54,11 +54,24 @@ def test_an_answer_must_stop_by_itself_and_be_the_expected_one_unless_told_other
     ({"json_schema": {"type": "objekt"}}, None, "json_schema cannot be used"),
     ({"exact": True}, None, "exact needs an answer"), ({"numeric": True}, "none", "no number in the expected"),
     ({"max_wer": 0.2}, None, "max_wer needs an answer"), ({"max_tokens": "5"}, None, "max_tokens takes a number"),
-    ({"numeric": {"value": "x"}}, None, "numeric cannot be used"),
+    ({"numeric": {"value": "x"}}, None, "numeric cannot be used"), ({"max_tokens": -1}, None, "from 0 up"),
+    ({"max_wer": float("nan")}, "a", "from 0 up"), ({"exact": ["a"]}, None, "true or a text"),
+    ({"numeric": {"value": 1, "tolerance": float("nan")}}, None, "must be finite"),
 ])  # fmt: skip
 def test_checks_that_cannot_be_used_are_told_before_the_run(given, expected, told):
     with pytest.raises(Fault, match=told.replace("(", r"\(")):
         read_checks(given, expected)
+
+
+def test_no_schema_is_fetched(monkeypatch):
+    import urllib.request
+
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *given: pytest.fail("it went online"))
+    schema = {"properties": {"a": {"$ref": "http://example.com/schema.json"}}}
+    check = read_checks({"json_schema": schema, "stopped": False}, None)[0]
+    assert check.passes(Answer("{}", 1, True))
+    with pytest.raises(Exception, match="schema.json"):
+        check.passes(Answer('{"a": 1}', 1, True))
 
 
 def test_error_rates_are_those_of_jiwer_on_normalized_texts():

@@ -21,6 +21,7 @@ def made(folder, step, sealed=True):
     path.mkdir(parents=True)
     (path / "trainer_state.json").write_text("{}")
     (path / "optimizer.pt").write_bytes(b"x" * 100)
+    (path / "adapter_model.safetensors").write_bytes(b"y" * 100)
     if sealed:
         seal(path)
     return path
@@ -34,8 +35,9 @@ def cut(path):
 @pytest.mark.parametrize(("harm", "fault"), [
     (lambda path: None, ""), (cut, "optimizer.pt is missing or cut off"),
     (lambda path: (path / "optimizer.pt").unlink(), "optimizer.pt is missing"),
-    (lambda path: (path / "files.json").write_text("{"), "files.json is missing"),
-    (lambda path: (path / "files.json").write_text("[]"), "files.json is missing"),
+    (lambda path: (path / "files.json").write_text("{"), "files.json is damaged"),
+    (lambda path: (path / "files.json").write_text("[]"), "files.json is damaged"),
+    (lambda path: (path / "files.json").write_text('{"a": 5}'), "files.json is damaged"),
     (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is missing"),
 ])  # fmt: skip
 def test_a_checkpoint_that_is_not_whole_is_told(tmp_path, harm, fault):
@@ -44,8 +46,14 @@ def test_a_checkpoint_that_is_not_whole_is_told(tmp_path, harm, fault):
     assert fault_of(path).startswith(fault) and bool(fault_of(path)) is bool(fault)
     other = made(tmp_path, 6, sealed=False)  # by another tool
     assert not fault_of(other)
-    (other / "trainer_state.json").unlink()
+    (other / "adapter_model.safetensors").unlink()
     assert fault_of(other)
+
+
+def test_a_file_that_rots_is_told_by_its_hash(tmp_path):
+    path = made(tmp_path, 5)
+    (path / "optimizer.pt").write_bytes(b"x" * 99 + b"z")
+    assert not fault_of(path) and fault_of(path, thorough=True) == "optimizer.pt is damaged"
 
 
 def test_a_run_goes_on_from_the_newest_whole_one_and_says_what_it_passes_over(tmp_path, capsys):
@@ -55,10 +63,10 @@ def test_a_run_goes_on_from_the_newest_whole_one_and_says_what_it_passes_over(tm
     for step in (2, 10, 4):
         made(tmp_path, step)
     (tmp_path / "checkpoint-last").mkdir()
-    cut(tmp_path / "checkpoint-10")
+    (tmp_path / "checkpoint-10" / "optimizer.pt").write_bytes(b"z" * 100)
     assert recipe._checkpoint(run) == str(tmp_path / "checkpoint-4")
     told = capsys.readouterr().err
-    assert "checkpoint-10 is not whole (optimizer.pt is missing or cut off): it is passed over" in told
+    assert "checkpoint-10 is not whole (optimizer.pt is damaged): it is passed over" in told
 
 
 def test_the_oldest_go_with_those_that_are_not_whole_and_the_best_stays(tmp_path):
@@ -94,7 +102,12 @@ def test_what_moves_is_on_the_disk_before_it_is_seen(tmp_path, monkeypatch):
     path = made(tmp_path / "aside", 1, sealed=False)
     move_whole(path, tmp_path / "checkpoint-1")
     before, after = order[: order.index("moved")], order[order.index("moved") + 1 :]
-    assert {os.path.basename(name) for name in before} == {"trainer_state.json", "optimizer.pt", "checkpoint-1"}
+    assert {os.path.basename(name) for name in before} == {
+        "trainer_state.json",
+        "optimizer.pt",
+        "adapter_model.safetensors",
+        "checkpoint-1",
+    }
     assert after == [str(tmp_path)]
     with pytest.raises(OSError):
         move_whole(made(tmp_path / "aside", 1), tmp_path / "checkpoint-1")

@@ -55,6 +55,19 @@ def test_config_files_and_that_the_command_line_wins(tmp_path, name, text):
     assert again.dataset == ("c", "d") and again.train_reasoning is True
 
 
+def test_facts_in_a_config_file_are_key_and_value(tmp_path):
+    (tmp_path / "c.yaml").write_text("metadata: {owner: me, version: 3}\n")
+    assert parse("--config", str(tmp_path / "c.yaml")).metadata == ("owner=me", "version=3")
+
+
+def test_a_signal_is_swallowed_by_no_one():
+    with pytest.raises(Interrupted):
+        try:
+            raise Interrupted("terminated", 143)
+        except Exception:
+            pass
+
+
 def test_yamls_words_on_and_off_are_no_booleans_for_a_choice(tmp_path):
     (tmp_path / "c.yaml").write_text("thinking: on\ngradient_checkpointing: off\n")
     config = parse("--config", str(tmp_path / "c.yaml"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import ASSETS, SAMPLES
-from gemma_trainer import demo, metadata, model_card, run_check
+from gemma_trainer import demo, metadata, model_card, run_check, runs
 from gemma_trainer.errors import UsageError
 from gemma_trainer.families import GEMMA3, GEMMA4
 
@@ -208,6 +208,52 @@ def test_weights_that_would_silently_do_nothing_or_harm(copied, script, change, 
         assert "(the base has model.language_model.layers." in said
         done = script("inspect_run.py", copied)
         assert done.returncode == 8 and "FAILED   keys" in done.stdout
+
+
+@pytest.mark.parametrize("change", [lambda w: {}, lambda w: {k: v for k, v in w.items() if "lora_A" in k}])
+def test_an_adapter_that_does_nothing_is_told(copied, change):
+    spoil_weights(copied, change)
+    assert any(passed is False for passed, _ in findings(copied).values())
+
+
+@pytest.mark.parametrize("options", [
+    {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens", "q_proj"]},
+    {"trainable_token_indices": [3, 4]}, {"kind": "IA3Config", "feedforward_modules": []},
+])  # fmt: skip
+def test_adapters_of_other_kinds_made_by_plain_peft_are_sound(run, tmp_path, options):
+    import peft
+    from transformers import AutoModelForImageTextToText
+
+    config = getattr(peft, options.pop("kind", "LoraConfig"))
+    base = read(run / "adapter_config.json")["base_model_name_or_path"]
+    layers = {"target_modules": r".*language_model.*\.q_proj"} | options
+    if "embed_tokens" in layers["target_modules"]:
+        layers["target_modules"] = r".*language_model.*\.(q_proj|embed_tokens)"
+    model = peft.get_peft_model(AutoModelForImageTextToText.from_pretrained(base), config(**layers))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "other")
+    found = findings(tmp_path / "other")
+    assert found["keys"][0] is True, found["keys"]
+    assert not [check for check, (passed, _) in found.items() if passed is False]
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("adapter_config.json", b"{"), ("adapter_config.json", b"\xff"), ("adapter_config.json", b"[]"),
+    ("chat_template.jinja", b"\xff\xfe"), ("training_metadata.json", b'{"chat_template": 3}'),
+    ("training_metadata.json", b"null"), ("run.json", b"null"), ("metrics.jsonl", b'5\n{"step": "\xff'),
+    ("samples.json", b'{"x": 5}'), ("adapter_model.safetensors", b""),
+])  # fmt: skip
+def test_broken_files_are_findings_and_no_faults(copied, script, name, content):
+    (copied / name).write_bytes(content)
+    checks = run_check.inspect(str(copied))["checks"]
+    told = (
+        name in ("run.json", "metrics.jsonl", "samples.json") or name == "training_metadata.json" and content == b"null"
+    )
+    assert told or any(check["passed"] is False for check in checks), checks
+    if name != "run.json":
+        runs.report_again(copied, run_check.state_of(copied))
 
 
 def test_what_else_may_be_wrong_with_a_folder(copied, tmp_path, script):

@@ -86,6 +86,7 @@ def test_a_folder_in_use_is_refused_and_numbers_that_json_lacks_are_words(tmp_pa
     code = f"from gemma_trainer.runs import Run; Run('sft_train', {str(tmp_path / 'run')!r}, overwrite=True).open()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ASSETS, capture_output=True, text=True)
     assert "is in use by a run" in done.stderr and (tmp_path / "run" / "run.json").exists()
-    (tmp_path / "run" / "run.json").write_text("{")
-    with pytest.raises(UsageError, match="damaged"):
-        Run("sft_train", str(tmp_path / "run"), resume=True)
+    for content in ("{", "null", "[]", '{"arguments": []}'):
+        (tmp_path / "run" / "run.json").write_text(content)
+        with pytest.raises(UsageError, match="damaged"):
+            Run("sft_train", str(tmp_path / "run"), resume=True)

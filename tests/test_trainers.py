@@ -157,7 +157,7 @@ def test_the_sampler_is_told_the_epoch_that_a_run_resumes_in(make_trainer):
 
 def test_the_time_that_training_waits_for_batches_is_told_and_kept(make_trainer, tmp_path):
     options = {"batch_size": 1, "grad_accum": 2, "save_steps": 2}
-    run = types.SimpleNamespace(metrics=list)
+    run = types.SimpleNamespace(metrics=list, record={})
     trainer = make_trainer(UNEVEN * 4, max_steps=2, **options)
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: time.sleep(0.1) or collate(rows)

@@ -1,6 +1,7 @@
 """A model in training answers prompts, and the training does not notice."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from conftest import ASSETS, SAMPLES, ask, talk
 from gemma_trainer import callbacks, checkpoints, eval_prompts
 from gemma_trainer.answer_checks import CHECKS, Answer, read_checks
 from gemma_trainer.collator import MultimodalCollator
-from gemma_trainer.errors import DataError, RowError
+from gemma_trainer.errors import DataError, Interrupted, RowError
 from gemma_trainer.eval_prompts import Prompt, read_prompts
 from gemma_trainer.generation import Question, generate, prompts_of
 from gemma_trainer.goals import Goal, lower_is_better
@@ -154,9 +155,9 @@ def test_a_check_that_cannot_cope_with_an_answer_ends_no_training(make_trainer, 
     trainer.train()
     assert kept[0]["answers"][0]["missed"] == ["regex"]
     monkeypatch.undo()
-    slow = read_checks({"regex": "(a+)+$", "stopped": False}, None)[0]
+    slow = read_checks({"regex": "^(a|a)*$", "stopped": False}, None)[0]
     with pytest.raises(TimeoutError):
-        slow.passes(Answer("a" * 60 + "b", 1, True))
+        slow.passes(Answer("a" * 40 + "b", 1, True))
 
 
 def test_a_batch_that_takes_too_much_memory_is_halved(make_trainer, monkeypatch):
@@ -189,10 +190,38 @@ def test_a_signal_ends_the_asking_and_the_evaluation(make_trainer):
     trainer.stopping = stopping
     watcher.ask(trainer.state)
     assert kept == [] and len(made) < 12
+    trainer.stop = callbacks.StopOnSignal()
+    trainer.stop.exit_code = 143
+    with pytest.raises(Interrupted):  # before the first step nothing is saved
+        watcher.on_train_begin(trainer.args, trainer.state, trainer.control)
+    trainer.state.global_step, trainer.control.should_save = 2, False
+    watcher.on_step_end(trainer.args, trainer.state, trainer.control)
+    assert trainer.control.should_save and trainer.control.should_training_stop  # of this step, not of the next
     assert trainer.evaluate() == {} and logged(trainer, "eval_") == []
     trainer.stopping = lambda: False
     watcher.ask(trainer.state)
     assert len(kept) == 1 and trainer.evaluate()["eval_loss"] > 0
+
+
+def test_what_a_signal_kept_from_being_measured_is_measured_when_the_run_goes_on(make_trainer, tmp_path):
+    """The answers and the evaluation of step 2, in whose midst the signal came."""
+
+    def run(resume=None, stopped_at=None):
+        trainer = make_trainer(ROWS, ROWS[:2], max_steps=4, epochs=2, eval_steps=2, save_steps=2)
+        trainer.args.save_total_limit = None
+        trainer.stop = callbacks.StopOnSignal()
+        _, kept = watch(trainer, [prompt(talk("hi"), "one")], every=2)
+        trainer.stopping = lambda: trainer.state.global_step == stopped_at
+        trainer.train(resume_from_checkpoint=resume)
+        evaluations = [(e["step"], e["eval_loss"]) for e in logged(trainer, "eval_loss")]
+        return trainer, [(entry["step"], entry["answers"]) for entry in kept], evaluations
+
+    _, answers, evaluations = run()
+    shutil.rmtree(tmp_path / "run")
+    stopped, some, _ = run(stopped_at=2)
+    assert stopped.state.global_step == 2 and [step for step, _ in some] == [0]
+    _, others, all_evaluations = run(resume=str(tmp_path / "run" / "checkpoint-2"))
+    assert some + others == answers and all_evaluations == evaluations == sorted(evaluations) and len(evaluations) == 2
 
 
 def test_a_run_ends_when_its_minutes_are_over_and_tells_how_far_it_is(make_trainer):

@@ -84,9 +84,12 @@ def _try(check: Check) -> None:
             raise Fault("bad_check", f"{check.name} takes a list of texts")
     if check.name in ("json", "stopped") and check.setting is not True:
         raise Fault("bad_check", f"{check.name} is true or false")
-    limits = ("max_wer", "max_cer", "max_tokens", "max_characters")
-    if check.name in limits and (isinstance(check.setting, bool) or not isinstance(check.setting, int | float)):
-        raise Fault("bad_check", f"{check.name} takes a number")
+    if check.name in ("max_wer", "max_cer", "max_tokens", "max_characters"):
+        is_number = isinstance(check.setting, int | float) and not isinstance(check.setting, bool)
+        if not is_number or not 0 <= check.setting < math.inf:
+            raise Fault("bad_check", f"{check.name} takes a number from 0 up")
+    if check.name in ("exact", "normalized") and check.setting is not True and not isinstance(check.setting, str):
+        raise Fault("bad_check", f"{check.name} takes true or a text")
     try:
         if check.name == "json_schema":
             _schema(check.setting)
@@ -120,10 +123,11 @@ def _is_json(answer: Answer, setting, expected) -> bool:
 
 def _schema(schema):
     from jsonschema import validators
+    from jsonschema_specifications import REGISTRY
 
     kind = validators.validator_for(schema)
     kind.check_schema(schema)
-    return kind(schema)
+    return kind(schema, registry=REGISTRY)  # so that no $ref is fetched
 
 
 def _fits_schema(answer: Answer, schema, expected) -> bool:
@@ -203,6 +207,8 @@ def _is_number(answer: Answer, setting, expected) -> bool:
     if wanted is None:
         raise ValueError("there is no number in the expected answer")
     tolerance, said = float(options.get("tolerance", 1e-6)), last_number(answer.text)
+    if not (math.isfinite(wanted) and 0 <= tolerance < math.inf):
+        raise ValueError("the number and its tolerance must be finite")
     return said is not None and math.isclose(said, wanted, rel_tol=tolerance, abs_tol=tolerance)
 
 

@@ -12,6 +12,7 @@ import time
 import transformers
 from tqdm import tqdm
 
+from .errors import Interrupted
 from .files import tell
 from .goals import Goal, lower_is_better
 
@@ -115,6 +116,7 @@ class StopWhen(transformers.TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         value = (logs or {}).get(self.goal.metric)
+        value = value if isinstance(value, int | float) else None
         self.seen = self.seen or value is not None
         if value is not None and state.global_step and not self.why and self.goal.met(value):
             self.why = f"{self.goal.metric} is {value:.4g} at step {state.global_step} (--stop-when)"
@@ -136,7 +138,7 @@ class KeepBest(transformers.TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         value, best = (logs or {}).get(self.metric), self.trainer.kept.get("best")
-        if value is None or not state.global_step or not math.isfinite(value):
+        if not isinstance(value, int | float) or not state.global_step or not math.isfinite(value):
             return
         if best is None or self.better(value, best[0]):
             self.trainer.kept["best"] = [value, state.global_step]
@@ -198,8 +200,9 @@ class StopOnSignal(transformers.TrainerCallback):
         self._before: dict[int, object] = {}
 
     def __enter__(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._caught)
+        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it for the last
+                self._before.setdefault(number, signal.signal(number, self._caught))
         return self
 
     def __exit__(self, *_):
@@ -208,8 +211,8 @@ class StopOnSignal(transformers.TrainerCallback):
 
     def _caught(self, number, frame):
         if self.exit_code is not None:
-            raise KeyboardInterrupt
-        self.exit_code = 128 + number
+            raise Interrupted("stopped at once: go on from the last checkpoint with --resume", self.exit_code)
+        self.exit_code = 130 if number == signal.SIGINT else 143
         if os.getpid() == self._process:  # a worker inherits the handler, and has nothing to tell
             tell("stopping: a checkpoint is saved after this step (again to stop at once)")
 

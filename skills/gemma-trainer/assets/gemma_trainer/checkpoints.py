@@ -6,12 +6,16 @@ leaves none that is half there; one that was copied in part, or lost its end wit
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
+import xxhash
+
 from .files import move_whole, remove_folder, write_whole
 
-SEAL = "files.json"  # in each checkpoint: {file name: size in bytes}
+SEAL = "files.json"  # in each checkpoint: {file name: [size in bytes, XXH3 hash]}
+WEIGHTS = ("adapter_model*", "model*", "pytorch_model*")
 STATE = "trainer_state.json"
 
 
@@ -32,26 +36,39 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return [path for path in all_checkpoints(folder) if not fault_of(path)]
 
 
-def fault_of(folder: Path) -> str:
-    """What is missing in a checkpoint; empty for a whole one."""
+def fault_of(folder: Path, thorough: bool = False) -> str:
+    """What is missing in a checkpoint; empty for a whole one.
+
+    Args:
+        thorough: read all files, and compare them with their hashes; else their sizes do.
+    """
     try:
-        sizes = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        wrong = [name for name, size in sizes.items() if not _has(folder / name, size)]
+        listed = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+        files = {name: (int(size), digest) for name, (size, digest) in listed.items()}
     except FileNotFoundError:  # written by other tools
-        wrong = [] if (folder / STATE).is_file() else [STATE]
-    except (OSError, ValueError, AttributeError):
-        wrong = [SEAL]
-    return f"{wrong[0]} is missing or cut off" if wrong else ""
+        there = (folder / STATE).is_file() and any(next(folder.glob(kind), None) for kind in WEIGHTS)
+        return "" if there else f"{STATE} or the weights are missing"
+    except (OSError, ValueError, TypeError, AttributeError):
+        return f"{SEAL} is damaged"
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{name} is missing or cut off"
+        if thorough and _hash(path) != digest:
+            return f"{name} is damaged"
+    return ""
 
 
-def _has(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def seal(folder: Path) -> None:
     """Write the list of a finished checkpoint's files into it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
-    write_whole(folder / SEAL, json.dumps({str(path.relative_to(folder)): path.stat().st_size for path in files}))
+    listed = {str(path.relative_to(folder)): [path.stat().st_size, _hash(path)] for path in files}
+    write_whole(folder / SEAL, json.dumps(listed))
 
 
 def put_in_place(unfinished: Path, folder: Path) -> None:

@@ -226,12 +226,12 @@ def _run(read, argv: list[str]) -> int:
     except BaseException as problem:
         if isinstance(problem, SystemExit):
             raise
-        error = _as_error(problem, hasattr(config, "batch_size"))
+        error = as_error(problem, hasattr(config, "batch_size"))
         if "--debug" in argv or (config and config.debug):
             traceback.print_exc()
         note(f"error: {error}")
         if "--json" in argv or (config and config.json):
-            facts = {"kind": error.kind, "message": str(error)} if isinstance(error, TrainerError) else {}
+            facts = {"kind": error.kind, "message": str(error)}
             with contextlib.suppress(OSError):
                 print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": facts}), file=stdout)
         return error.exit_code
@@ -265,14 +265,12 @@ def _quiet_environment() -> None:
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
-def _as_error(problem: BaseException, trains: bool) -> TrainerError:
+def as_error(problem: BaseException, trains: bool) -> TrainerError | Interrupted:
     """The error to tell the user for any exception."""
-    if isinstance(problem, TrainerError):
+    if isinstance(problem, TrainerError | Interrupted):
         return problem
     if isinstance(problem, KeyboardInterrupt):
-        error = TrainerError("interrupted: what was saved before stays as it is")
-        error.exit_code, error.kind = 130, "interrupted"
-        return error
+        return Interrupted("interrupted: what was saved before stays as it is", 130)
     if isinstance(problem, ModuleNotFoundError):
         requirements = Path(__file__).resolve().parent.parent / "requirements.txt"
         error = TrainerError(f"{problem}: run the script with `uv run`, or pip install -r {requirements}")

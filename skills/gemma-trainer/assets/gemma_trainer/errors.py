@@ -88,8 +88,8 @@ class Diverged(TrainerError):
     kind = "diverged"
 
 
-class Interrupted(TrainerError):
-    """Stopped by a signal; `exit_code` is 130 (Ctrl-C) or 143 (terminated)."""
+class Interrupted(BaseException):
+    """Stopped by a signal; `exit_code` is 130 (Ctrl-C) or 143 (terminated). No `except Exception` swallows it."""
 
     kind = "interrupted"
 

@@ -10,9 +10,9 @@ from . import sources
 from .answer_checks import Check, read_checks
 from .errors import DataError, Fault, MediaError, RowError
 from .generation import Question
-from .media import MediaAccess, find_media
+from .media import find_media
 from .preferences import read_preference
-from .rows import read_row
+from .rows import read_row, without_none
 
 MAX_PROMPTS = 2000  # more is a data set, which would be answered for hours
 
@@ -42,7 +42,8 @@ def read_prompts(file: str) -> list[Prompt]:
     rows = sources.open_rows([file])
     if len(rows) > MAX_PROMPTS:
         raise DataError(f"--eval-prompts {file}: {len(rows):,} prompts, at most {MAX_PROMPTS:,} are answered")
-    prompts = [_read_prompt(rows[index], rows.name(index)) for index in range(len(rows))]
+    table = file.endswith(".parquet")
+    prompts = [_read_prompt(rows[index], rows.name(index), table) for index in range(len(rows))]
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.name in seen:
@@ -51,19 +52,27 @@ def read_prompts(file: str) -> list[Prompt]:
     return prompts
 
 
-def absent_media(prompts: list[Prompt], access: MediaAccess) -> list[tuple[str, str]]:
-    """(row, reason) for each medium of the prompts whose file is not there; none is opened."""
-    absent = []
+def unanswerable(prompts: list[Prompt], collator) -> list[tuple[str, str]]:
+    """(row, reason) for each prompt that will not be answered, as far as can be told without opening its media."""
+    found = []
     for prompt in prompts:
-        for medium in prompt.question.row.media:
-            try:
-                find_media(medium.value, prompt.question.row.folder, access)
-            except MediaError as problem:
-                absent.append((prompt.question.row.name, str(problem)))
-    return absent
+        row = prompt.question.row
+        try:
+            for medium in row.media:
+                find_media(medium.value, row.folder, collator.access)
+            measured = collator.measure([read_row(prompt.question.answered(), row.name)])[0]
+            if isinstance(measured, RowError):
+                raise measured
+            if measured.kept < measured.tokens.shape[1]:
+                found.append((row.name, "longer than --max-len"))
+        except MediaError as problem:
+            found.append((row.name, str(problem)))
+        except RowError as problem:
+            found.append((row.name, problem.reason))
+    return found
 
 
-def _read_prompt(raw: Mapping, name: str) -> Prompt:
+def _read_prompt(raw: Mapping, name: str, table: bool = False) -> Prompt:
     raw = dict(raw)
     given, own = raw.pop("checks", None), raw.pop("id", None)
     if "chosen" in raw and "rejected" in raw:
@@ -79,7 +88,9 @@ def _read_prompt(raw: Mapping, name: str) -> Prompt:
     try:
         if isinstance(given, str):
             given = json.loads(given)
-        if isinstance(given, Mapping):  # Arrow fills the checks that other rows have with None
+        if table:  # Arrow fills what other rows have with None
+            given = without_none(given)
+        elif isinstance(given, Mapping):
             given = {key: value for key, value in given.items() if value is not None}
         return Prompt(str(own if own is not None else row.name), question, read_checks(given, question.expected))
     except Fault as problem:

@@ -18,7 +18,7 @@ def user_path(text: str | Path) -> Path:
     return Path(text).expanduser() if str(text).startswith("~/") else Path(text)
 
 
-def write_whole(path: str | Path, text: str) -> None:
+def write_whole(path: str | Path, text: str | bytes) -> None:
     """Write a file in one step: whoever reads it sees the old text or the new, never a part.
 
     Raises:
@@ -28,7 +28,8 @@ def write_whole(path: str | Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(text.encode("utf-8", "replace"))  # JSON may hold half a surrogate pair
+            # JSON may hold half a surrogate pair.
+            file.write(text if isinstance(text, bytes) else text.encode("utf-8", "replace"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

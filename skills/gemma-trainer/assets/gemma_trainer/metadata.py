@@ -138,10 +138,10 @@ def read_own(pairs: tuple[str, ...], file: str | None) -> dict:
     own = {}
     if file:
         try:
-            own = json.loads(user_path(file).read_text(encoding="utf-8"))
+            own = json.loads(user_path(file).read_text(encoding="utf-8-sig"))
         except OSError as problem:
             raise UsageError(f"--metadata-file {file}: {problem.strerror}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UsageError(f"--metadata-file {file}: is not JSON") from None
         if not isinstance(own, dict):
             raise UsageError(f"--metadata-file {file}: must hold a JSON object")
@@ -175,7 +175,7 @@ def read(folder: Path) -> dict | None:
         if path.is_file():
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             facts = found.get(key) if key and isinstance(found, dict) else found
             if isinstance(facts, dict):

@@ -23,7 +23,7 @@ def card(facts: dict, adapter: bool) -> str:
     kind = "LoRA adapter" if adapter else "model"
     names = ", ".join(f"`{name}`" for name in data["names"])
     shown_already = ("data_version", "license")
-    own = "".join(f"- {k}: {_inline(v)}\n" for k, v in facts["metadata"].items() if k not in shown_already)
+    own = "".join(f"- {_inline(k)}: {_inline(v)}\n" for k, v in facts["metadata"].items() if k not in shown_already)
     loss = f"all tokens of both answers; ignored: {', '.join(labels['ignored'])}"
     if facts["task"] == "sft":
         loss = f"{labels['loss_on'].replace('-', ' ')}; ignored: {', '.join(labels['ignored'])}"

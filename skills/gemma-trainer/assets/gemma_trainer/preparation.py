@@ -13,7 +13,7 @@ from .answer_checks import CHECKS
 from .cli import note
 from .data import Data, check_data, load_data
 from .errors import EnvironmentUnfit, UsageError
-from .eval_prompts import Prompt, absent_media, read_prompts
+from .eval_prompts import Prompt, read_prompts, unanswerable
 from .goals import FIGURES, Goal
 from .runs import Run
 
@@ -55,7 +55,7 @@ def prepare(config, script: str):
 
 
 def load_prompts(config, collator) -> list[Prompt]:
-    """The prompts of --eval-prompts. One with a medium that is not there is told, and will count as failed.
+    """The prompts of --eval-prompts. One that cannot be answered is told, and will count as failed.
 
     Raises:
         DataError: the file, or a prompt in it, cannot be used; the model has no tower for a medium.
@@ -64,9 +64,9 @@ def load_prompts(config, collator) -> list[Prompt]:
     for prompt in prompts:
         for medium in prompt.question.row.media:
             collator.check_modality(medium.kind, prompt.question.row.name)
-    if absent := absent_media(prompts, collator.access):
-        name, reason = absent[0]
-        note(f"{len(absent)} media of the prompts cannot be read. First: {name}: {reason}")
+    if failing := unanswerable(prompts, collator):
+        name, reason = failing[0]
+        note(f"{len(failing)} of {len(prompts)} prompts cannot be answered. First: {name}: {reason}")
     return prompts
 
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from . import metadata, sources
-from .checkpoints import all_checkpoints, checkpoint_bytes, checkpoints, fault_of, step_of
-from .cli import LESS_MEMORY, note
+from .checkpoints import all_checkpoints, checkpoint_bytes, fault_of, step_of
+from .cli import LESS_MEMORY, as_error, note
 from .data import Data
-from .errors import Interrupted, OutOfMemory, TrainerError
+from .errors import Interrupted, OutOfMemory
 from .files import move_whole
 from .goals import Goal
 from .preparation import steps_of
@@ -49,7 +49,10 @@ def within_memory(config, run: Run, attempt):
 
     def attempt_with(batch_size: int):
         smaller = dataclasses.replace(config, batch_size=batch_size, grad_accum=effective // batch_size)
-        return smaller, attempt(smaller)
+        try:
+            return smaller, attempt(smaller)
+        except MemoryError:  # which accelerate does not look for
+            raise RuntimeError("CPU out of memory.") from None
 
     try:
         return find_executable_batch_size(attempt_with, size, halve)()
@@ -254,23 +257,15 @@ def train(config, run: Run, trainer, data: Data) -> None:
             "fingerprint": sources.fingerprint(data.names, len(data.rows)),
         },
     )
-    stop = trainer.stop
     try:
-        with stop:
+        with trainer.stop:
             trainer.train(resume_from_checkpoint=_checkpoint(run))
-            if stop.exit_code:
-                step = trainer.state.global_step
-                run.finish(
-                    "interrupted", why=f"signal {stop.exit_code - 128} at step {step}", **collected(run, trainer)
-                )
-                raise Interrupted(
-                    f"stopped at step {step}, a checkpoint was saved: go on with --resume --output {run.folder}",
-                    stop.exit_code,
-                )
+            _heed_signals(run, trainer)
             step = trainer.state.global_step
             evaluated = any("eval_loss" in entry and entry["step"] == step for entry in trainer.state.log_history)
             if data.eval_rows is not None and not evaluated:
                 trainer.evaluate()
+                _heed_signals(run, trainer)
             _take_best(config, run, trainer)
             with run.staged() as folder:
                 trainer.save_model(str(folder))
@@ -279,14 +274,20 @@ def train(config, run: Run, trainer, data: Data) -> None:
                 note(f"--stop-when {config.stop_when}: no such metric was logged. {_logged(trainer)}")
             met = config.stop_when if "--stop-when" in why else None
             run.finish("done", why=why or FULL, goal_met=met, **collected(run, trainer))
-    except Interrupted:
-        raise
     except BaseException as problem:
+        status = "interrupted" if isinstance(problem, KeyboardInterrupt | Interrupted) else "failed"
         with contextlib.suppress(OSError):  # the disk may be what failed
-            why = str(problem) if isinstance(problem, TrainerError) else type(problem).__name__
-            status = "interrupted" if isinstance(problem, KeyboardInterrupt) else "failed"
+            why = str(as_error(problem, trains=True)).splitlines()[0]
             run.finish(status, why=why, **collected(run, trainer))
         raise
+
+
+def _heed_signals(run: Run, trainer) -> None:
+    """Stop where a signal said so; the trainer has saved a checkpoint."""
+    if trainer.stop.exit_code:
+        step = trainer.state.global_step
+        told = f"stopped at step {step}, a checkpoint was saved: go on with --resume --output {run.folder}"
+        raise Interrupted(told, trainer.stop.exit_code)
 
 
 def _logged(trainer) -> str:
@@ -317,17 +318,16 @@ def _checkpoint(run: Run) -> str | None:
     """The checkpoint to go on from: the newest whole one of the run that is resumed."""
     if not run.goes_on:
         return None
-    found = checkpoints(run.folder)
-    newest = step_of(found[-1]) if found else -1
-    for path in all_checkpoints(run.folder):
-        if step_of(path) > newest:
-            note(f"{path.name} is not whole ({fault_of(path)}): it is passed over")
-    run.cut_metrics(_logged_bytes(run, found[-1]) if found else 0)
-    if not found:
-        note(f"no checkpoint in {run.folder}: starting from the first step")
-        return None
-    note(f"going on from step {newest}")
-    return str(found[-1])
+    for path in reversed(all_checkpoints(run.folder)):
+        if fault := fault_of(path, thorough=True):
+            note(f"{path.name} is not whole ({fault}): it is passed over")
+            continue
+        note(f"going on from step {step_of(path)}")
+        run.cut_metrics(_logged_bytes(run, path))
+        return str(path)
+    note(f"no checkpoint in {run.folder}: starting from the first step")
+    run.cut_metrics(0)
+    return None
 
 
 def _logged_bytes(run: Run, checkpoint: Path) -> int:

@@ -33,7 +33,9 @@ def state_of(folder: Path) -> dict | None:
     """The record of the run in a folder, None where there is none; its status is "killed" where its process is gone."""
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
         return None
     if record.get("status") == "running" and record.get("host") == platform.node() and not _alive(record.get("pid")):
         steps = [entry["step"] for entry in metrics_of(folder) if isinstance(entry.get("step"), int)]
@@ -45,7 +47,7 @@ def state_of(folder: Path) -> dict | None:
 def _alive(pid) -> bool:
     try:
         os.kill(int(pid), 0)
-    except (ProcessLookupError, TypeError, ValueError):
+    except (ProcessLookupError, TypeError, ValueError, OverflowError):
         return False
     except PermissionError:
         pass
@@ -96,80 +98,103 @@ def _run(state: dict, kind: str, path: Path) -> Finding:
 
 
 def _checks(path: Path, kind: str, facts: dict | None) -> Iterator[Finding]:
-    yield _facts(path, kind, facts)
-    name, config, told = _base(path, kind)
-    yield Finding("base model", config is not None, told)
-    if kind == "adapter":
-        yield from _named(path, name)
-    yield from _template(path, facts, name if config is not None else None)
+    yield from _guarded("metadata", _facts, path, kind, facts)
+    base = list(_guarded("base model", _base, path, kind))
+    yield from base
+    config = _config(path, kind) if base[0].passed else None
+    yield from _guarded("chat template", _template, path, kind, facts, config is not None)
     weights = _Weights.of(path, kind)
     if isinstance(weights, str):
         yield Finding("weights", False, weights)
         return
     if config is not None:
-        yield _keys(path, kind, config, weights)
-    yield from _numbers(kind, weights)
+        yield from _guarded("keys", _keys, path, kind, config, weights)
+    yield from _guarded("numbers", _numbers, kind, weights)
 
 
-def _facts(path: Path, kind: str, facts: dict | None) -> Finding:
+def _guarded(name: str, check, *given) -> list[Finding]:
+    """What a check finds; a file that it cannot read is a finding, too."""
+    try:
+        return list(check(*given))
+    except Exception as problem:
+        reason = (str(problem).strip().splitlines() or [""])[0][:150]
+        return [Finding(name, False, f"cannot be checked ({type(problem).__name__}: {reason})")]
+
+
+def _facts(path: Path, kind: str, facts: dict | None) -> Iterator[Finding]:
     if facts is None:
-        return Finding("metadata", None, f"no {metadata.FILE}: made by another tool, or by an older version")
+        yield Finding("metadata", None, f"no {metadata.FILE}: made by another tool, or by an older version")
+        return
     if kind == "adapter":
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
         if config.get(metadata.KEY) != facts:
             told = f"adapter_config.json has lost its {metadata.KEY}, or has another; {metadata.FILE} is what lasts"
-            return Finding("metadata", None, told)
-    return Finding("metadata", True, f"{facts.get('task')} on {facts.get('data', {}).get('rows')} rows")
+            yield Finding("metadata", None, told)
+            return
+    yield Finding("metadata", True, f"{facts['task']} on {facts['data']['rows']} rows")
 
 
-def _base(path: Path, kind: str):
-    """(name of the base model, its config or None, what to tell)."""
+def _base_name(path: Path, kind: str) -> str:
     from . import models
 
-    name = models.base_of(str(path)) if kind == "adapter" else str(path)
+    return models.base_of(str(path)) if kind == "adapter" else str(path)
+
+
+def _config(path: Path, kind: str):
+    from . import models
+
+    return models.load_config(_base_name(path, kind))[0]
+
+
+def _base(path: Path, kind: str) -> Iterator[Finding]:
+    """Whether the base model is there, also by the name that the adapter has for it."""
+    from . import models
+
+    name = _base_name(path, kind)
     try:
         config, _ = models.load_config(name)
     except (CannotLoad, EnvironmentUnfit) as problem:
-        return name, None, str(problem).splitlines()[0]
-    return name, config, f"{name} ({config.model_type})"
-
-
-def _named(path: Path, found: str) -> Iterator[Finding]:
-    """Whether others find the base model by the name that the adapter has for it."""
-    from . import models
-
-    named = models.adapter_config(str(path)).base_model_name_or_path
-    if named != found:
-        told = f"adapter_config.json names {named}, which is gone: write {Path(found).resolve()} there"
+        yield Finding("base model", False, str(problem).splitlines()[0])
+        return
+    yield Finding("base model", True, f"{name} ({config.model_type})")
+    named = models.adapter_config(str(path)).base_model_name_or_path if kind == "adapter" else name
+    if named != name:
+        told = f"adapter_config.json names {named}, which is gone: write {Path(name).resolve()} there"
         yield Finding("base's name", False, told)
-    elif Path(named).is_dir():
+    elif kind == "adapter" and Path(named).is_dir():
         yield Finding("base's name", None, f"{named} is a folder of this machine: who gets the adapter needs it, too")
 
 
-def _template(path: Path, facts: dict | None, base: str | None) -> Iterator[Finding]:
+def _template(path: Path, kind: str, facts: dict | None, based: bool) -> Iterator[Finding]:
     found = path / "chat_template.jinja"
     if not found.is_file():
-        yield Finding("chat template", False, "no chat_template.jinja: copy that of the base model that was trained on")
+        told = "no chat_template.jinja: it must be that of the base model that was trained on"
+        yield Finding("chat template", False if facts else None, told)
         return
     own = metadata.template_hash(found.read_text(encoding="utf-8"))
-    known = (facts or {}).get("chat_template", {}).get("sha256")
+    known = facts["chat_template"]["sha256"] if facts else None
     if known and known != own:
         yield Finding("chat template", False, f"it is not the one that was trained on (sha256 {known[:16]})")
     else:
         told = f"sha256 {own[:16]}" + ("" if known else "; nothing says whether it was trained on")
         yield Finding("chat template", True if known else None, told)
-    if base is None or Path(base) == path:
+    if not based or kind != "adapter":
         return
     with contextlib.suppress(Exception):  # the base's own template cannot be read: nothing to compare
-        from transformers import AutoTokenizer
-
-        theirs = AutoTokenizer.from_pretrained(base).chat_template
-        theirs = theirs.get("default") if isinstance(theirs, dict) else theirs
-        beside = Path(base) / "chat_template.jinja"
-        theirs = beside.read_text(encoding="utf-8") if beside.is_file() else theirs
+        theirs = _template_of(_base_name(path, kind))
         if theirs and metadata.template_hash(theirs) != own:
             told = "the base model's is another: whoever serves the adapter must take the one that is saved with it"
             yield Finding("base's template", None, told)
+
+
+def _template_of(model: str) -> str | None:
+    from transformers import AutoTokenizer
+
+    beside = Path(model) / "chat_template.jinja"
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    found = AutoTokenizer.from_pretrained(model).chat_template
+    return found.get("default") if isinstance(found, dict) else found
 
 
 class _Weights:
@@ -189,11 +214,15 @@ class _Weights:
             return "no .safetensors file with weights"
         index = path / "model.safetensors.index.json"
         if kind == "model" and index.is_file():
-            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            try:
+                wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+                return f"{index.name} is damaged"
             if absent := sorted(wanted - {file.name for file in files}):
                 return f"{absent[0]} is missing"
         try:
-            return cls(files)
+            weights = cls(files)
+            return weights if weights.names else "the weights are empty"
         except Exception as problem:
             return f"the weights cannot be read ({type(problem).__name__}: cut off?)"
 
@@ -204,41 +233,43 @@ class _Weights:
         return self.files[self.names[name]].get_tensor(name)
 
 
-def _keys(path: Path, kind: str, config, weights: _Weights) -> Finding:
-    """Whether every tensor has a place in the base model, of its shape."""
+def _keys(path: Path, kind: str, config, weights: _Weights) -> Iterator[Finding]:
+    """Whether every tensor has a place in the base model, of its shape, and none is missing."""
+    expected, modules = _expected(path, kind, config)
+    strange = [name for name in weights.names if name not in expected]
+    # What is tied is saved once, and PEFT saves embeddings or not.
+    absent = [name for name in expected if name not in weights.names and "embed" not in name and "lm_head" not in name]
+    misshapen = [n for n in weights.names if n in expected and list(weights.shape(n)) != expected[n]]
+    if strange:
+        told = f"{len(strange)} of {len(weights.names)} keys have no place in the base model, and would be passed over "
+        yield Finding("keys", False, f"{told}in silence: {strange[0]}{_near(strange[0], modules)}")
+    elif absent:
+        told = f"{len(absent)} of {len(expected)} keys are missing, and would stay as they are in the base: {absent[0]}"
+        yield Finding("keys", False, told)
+    elif misshapen:
+        yield Finding("keys", False, f"{len(misshapen)} keys have another shape than in the base: {misshapen[0]}")
+    else:
+        yield Finding("keys", True, f"all {len(weights.names)} keys have their place in the base model")
+
+
+def _expected(path: Path, kind: str, config) -> tuple[dict[str, list[int]], list[str]]:
+    """(shape of each key that a folder should hold, the base's module names), from a model without weights."""
     from . import models
 
-    reward = kind == "adapter" and str(models.adapter_config(str(path)).task_type).endswith("SEQ_CLS")
+    named = models.adapter_config(str(path)) if kind == "adapter" else None
+    reward = str(getattr(named, "task_type", "")).endswith("SEQ_CLS")
     reward = reward or any("SequenceClassification" in name for name in getattr(config, "architectures", None) or [])
     model = models.skeleton(config, reward)
-    modules, parameters = dict(model.named_modules()), {name: list(p.shape) for name, p in model.named_parameters()}
-    parameters |= {name: list(buffer.shape) for name, buffer in model.named_buffers()}
-    strange, misshapen = [], []
-    for name in weights.names:
-        found = LORA.fullmatch(name)
-        if found and found["module"] in modules:
-            module, shape = modules[found["module"]], weights.shape(name)
-            sides = {"A": (getattr(module, "in_features", None), 1), "B": (getattr(module, "out_features", None), 0)}
-            size, axis = sides[found["side"]]
-            if size is not None and shape[axis] != size:
-                misshapen.append(name)
-            continue
-        plain = name.removeprefix("base_model.model.")
-        if found or plain not in parameters:
-            strange.append(name)
-        elif list(weights.shape(name)) != parameters[plain]:
-            misshapen.append(name)
-    if kind == "model":
-        absent = [name for name, p in model.named_parameters() if name not in weights.names]
-        if absent and not strange:
-            return Finding("keys", False, f"{len(absent)} weights are missing: {', '.join(absent[:SHOWN])}")
-    if strange:
-        near = _near(strange[0], modules)
-        told = f"{len(strange)} of {len(weights.names)} keys have no place in the base model, and would be passed over "
-        return Finding("keys", False, told + f"in silence: {strange[0]}{near}")
-    if misshapen:
-        return Finding("keys", False, f"{len(misshapen)} keys have another shape than in the base: {misshapen[0]}")
-    return Finding("keys", True, f"all {len(weights.names)} keys have their place in the base model")
+    modules = [name for name, _ in model.named_modules()]
+    if named is None:
+        return {name: list(value.shape) for name, value in model.state_dict().items()}, modules
+    import torch
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    with torch.device("meta"):
+        adapted = get_peft_model(model, named)
+    found = get_peft_model_state_dict(adapted, save_embedding_layers=True)
+    return {name: list(value.shape) for name, value in found.items()}, modules
 
 
 def _near(key: str, modules) -> str:
@@ -251,7 +282,10 @@ def _near(key: str, modules) -> str:
 
 
 def _numbers(kind: str, weights: _Weights) -> Iterator[Finding]:
-    wrong = (lambda tensor: not tensor.isfinite().all()) if kind == "adapter" else lambda tensor: tensor.isnan().any()
+    def wrong(tensor) -> bool:
+        tensor = tensor.float()  # of which the smallest types know no NaN
+        return bool(tensor.isnan().any() if kind == "model" else not tensor.isfinite().all())
+
     bad = [name for name in weights.names if wrong(weights.tensor(name))]  # the bounds of whole models may be infinite
     told = f"{len(bad)} tensors are not numbers: {bad[0]}" if bad else f"all {len(weights.names)} tensors are numbers"
     yield Finding("numbers", not bad, told)

@@ -96,10 +96,11 @@ class Run:
         if not (self.folder / "run.json").exists():
             note(f"--resume: there is no run in {self.folder} yet: it begins with the first step")
             return {}
-        try:
-            return json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
-        except ValueError:
-            raise UsageError(f"--resume: {self.folder / 'run.json'} is damaged: begin anew with --overwrite") from None
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
+            if isinstance(found, dict) and isinstance(found.get("arguments", {}), dict):
+                return found
+        raise UsageError(f"--resume: {self.folder / 'run.json'} is damaged: begin anew with --overwrite")
 
     def _lock(self) -> None:
         """Keep other runs out of the folder, until this process ends."""
@@ -203,7 +204,7 @@ class Run:
     def cut_metrics(self, size: int) -> None:
         """Forget what was logged beyond `size` bytes: a resumed run will log it again."""
         if self.main and self.metrics_size() > size:
-            write_whole(self.folder / "metrics.jsonl", (self.folder / "metrics.jsonl").read_bytes()[:size].decode())
+            write_whole(self.folder / "metrics.jsonl", (self.folder / "metrics.jsonl").read_bytes()[:size])
 
     def add_metrics(self, facts: dict) -> None:
         """Append a line to `metrics.jsonl`."""
@@ -244,7 +245,7 @@ def metrics_of(folder: Path) -> list[dict]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []
-    entries = filter(None, map(_entry, path.read_text(encoding="utf-8").splitlines()))
+    entries = filter(None, map(_entry, path.read_text(encoding="utf-8", errors="replace").splitlines()))
     return [{k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in entry.items()} for entry in entries]
 
 
@@ -254,15 +255,16 @@ def shown_of(folder: Path) -> dict:
         found = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {name: facts for name, facts in found.items() if isinstance(facts, dict)} if type(found) is dict else {}
 
 
 def _entry(line: str) -> dict:
     """A line of metrics.jsonl; empty for one that a killed run did not finish."""
     try:
-        return json.loads(line)
-    except json.JSONDecodeError:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ from .batching import LengthGroupedSampler
 from .checkpoints import checkpoint_bytes, checkpoints, put_in_place, rotate, seal, size_of
 from .collator import Batch, MultimodalCollator
 from .divergence import DivergenceGuard
-from .errors import CannotLoad, DataError, EnvironmentUnfit
+from .errors import DataError, EnvironmentUnfit
 from .files import is_disk_full, mib, usual_mode, write_whole
 from .losses import trl_scores_trained_only, use_chunked_loss
 from .meter import Meter
@@ -208,6 +208,7 @@ class RowsTrainer:
         try:
             return super().evaluate(*args, **kwargs)
         except _GivenUp:
+            self.control.should_save = self.control.should_training_stop = True
             return {}
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
@@ -286,13 +287,9 @@ class RowsTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         """Where the trainer takes up a checkpoint's state, take up what was collected before it, too."""
-        try:
-            super()._load_optimizer_and_scheduler(checkpoint)
-        except Exception as problem:
-            if checkpoint is None:
-                raise
-            told = f"{checkpoint} is damaged ({type(problem).__name__})"
-            raise CannotLoad(f"{told}: remove it, and --resume goes on from the one before") from None
+        if self.args.device.type == "cpu":  # torch.load does not know the "cpu:0" that ranks on a CPU have
+            self.args.__dict__["_setup_devices"] = torch.device("cpu")
+        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         if (path := Path(checkpoint) / COLLECTED).is_file():
@@ -357,6 +354,10 @@ class Watchman(transformers.TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.take_up_log()
+        step = state.global_step
+        due = step and args.eval_strategy == "steps" and step % state.eval_steps == 0
+        if due and not any("eval_loss" in entry and entry["step"] == step for entry in state.log_history):
+            self.trainer.evaluate()  # the run was stopped within it
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         # With several ranks, nobody else tells the sampler in the epoch that a run resumes in.

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from .answer_checks import Answer, Check, error_rate
-from .errors import RowError
+from .errors import Interrupted, RowError
 from .eval_prompts import Prompt
 from .files import tell
 from .generation import generate, prompts_of
@@ -66,12 +66,18 @@ class WatchAnswers(transformers.TrainerCallback):
         self._ready: dict[tuple[str, ...], dict] = {}  # prompts that were made ready once
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if not state.global_step:
+        if state.global_step % self.asking.every == 0:  # at step 0, or where a run was stopped within it
+            saving = control.should_save
             self.ask(state)
+            control.should_save = saving
+            if self.trainer.stopping():
+                raise Interrupted("stopped before the first step", self.trainer.stop.exit_code)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.asking.every == 0 or control.should_training_stop:
             self.ask(state)
+            if self.trainer.stopping():  # since then: the answers wait for the run to go on
+                control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args, state, control, **kwargs):
         self.ask(state)
