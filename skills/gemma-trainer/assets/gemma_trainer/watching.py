@@ -62,7 +62,7 @@ class WatchAnswers(transformers.TrainerCallback):
         self.keep, self.log_answers, self.at_once = keep, log_answers, AT_ONCE
         self.prompts = prompts
         self._by_length = sorted(prompts, key=lambda prompt: len(json.dumps(prompt.question.row.messages)))
-        self.last: dict[str, float] = {}
+        self._told: list[str] = []  # the prompts that were told to fail
         self._ready: dict[tuple[str, ...], dict] = {}  # prompts that were made ready once
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -71,7 +71,7 @@ class WatchAnswers(transformers.TrainerCallback):
             self.ask(state)
             control.should_save = saving
             if self.trainer.stopping():
-                raise Interrupted("stopped before the first step", self.trainer.stop.exit_code)
+                raise Interrupted("stopped before a step was trained: nothing new to save", self.trainer.stop.exit_code)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.asking.every == 0 or control.should_training_stop:
@@ -165,18 +165,14 @@ class WatchAnswers(transformers.TrainerCallback):
         logs = {"gen/pass_rate": sum(one["passed"] for one in told) / len(told)} | self._rates(answers, told)
         logs |= {"gen/failed": len(failed), "gen/seconds": round(seconds, 2)}
         logs["gen/share"] = round(kept["gen_seconds"] / max(self.trainer.seconds(), 1e-9), 4)
-        self.last = logs
         if state.is_world_process_zero:
             self.keep({"step": state.global_step, "answers": told})
-            if failed and self._first_time(failed):
-                name, reason = failed[0]
+            names = [name for name, _ in failed]
+            if failed and names != self._told:
+                self._told, (name, reason) = names, failed[0]
                 tell(f"{len(failed)} of {len(told)} prompts could not be answered. First: {name}: {reason}")
         shown = {f"gen/answer/{one['prompt']}": one["answer"] for one in told} if self.log_answers else {}
         self.trainer.log_plain(logs | shown)
-
-    def _first_time(self, failed: list[tuple[str, str]]) -> bool:
-        before, self._told = getattr(self, "_told", None), [name for name, _ in failed]
-        return before != self._told
 
     def _rates(self, answers: dict[str, Answer | str], told: list[dict]) -> dict[str, float]:
         rates: dict[str, list[float]] = {}
