@@ -55,6 +55,7 @@ def test_an_answer_must_stop_by_itself_and_be_the_expected_one_unless_told_other
     ({"exact": True}, None, "exact needs an answer"), ({"numeric": True}, "none", "no number in the expected"),
     ({"max_wer": 0.2}, None, "max_wer needs an answer"), ({"max_tokens": "5"}, None, "max_tokens takes a number"),
     ({"numeric": {"value": "x"}}, None, "numeric cannot be used"), ({"max_tokens": -1}, None, "from 0 up"),
+    ({"numeric": {"value": 1, "tol": 2}}, None, "unknown tol; known: value, tolerance"),
     ({"max_wer": float("nan")}, "a", "from 0 up"), ({"exact": ["a"]}, None, "true or a text"),
     ({"numeric": {"value": 1, "tolerance": float("nan")}}, None, "must be finite"),
 ])  # fmt: skip

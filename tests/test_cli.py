@@ -56,8 +56,14 @@ def test_config_files_and_that_the_command_line_wins(tmp_path, name, text):
 
 
 def test_facts_in_a_config_file_are_key_and_value(tmp_path):
-    (tmp_path / "c.yaml").write_text("metadata: {owner: me, version: 3}\n")
-    assert parse("--config", str(tmp_path / "c.yaml")).metadata == ("owner=me", "version=3")
+    (tmp_path / "c.yaml").write_text("metadata: {owner: me, --version: 3}\n")
+    assert parse("--config", str(tmp_path / "c.yaml")).metadata == ("owner=me", "--version=3")
+    (tmp_path / "c.yaml").write_text("metadata: {}\n")
+    assert parse("--config", str(tmp_path / "c.yaml")).metadata == ()
+    for content, told in (("5: x", "unknown key 5"), ("eval_dataset: {a: 1}", "must not be an object")):
+        (tmp_path / "c.yaml").write_text(content)
+        with pytest.raises(UsageError, match=told):
+            parse("--config", str(tmp_path / "c.yaml"))
 
 
 def test_a_signal_is_swallowed_by_no_one():

@@ -207,7 +207,8 @@ def test_what_a_signal_kept_from_being_measured_is_measured_when_the_run_goes_on
     """The answers and the evaluation of step 2, in whose midst the signal came."""
 
     def run(resume=None, stopped_at=None):
-        trainer = make_trainer(ROWS, ROWS[:2], max_steps=4, epochs=2, eval_steps=2, save_steps=2)
+        options = dict(max_steps=4, epochs=2, eval_steps=2, save_steps=2)
+        trainer = make_trainer(ROWS, ROWS[:2], extra=[callbacks.Progress()], **options)
         trainer.args.save_total_limit = None
         trainer.stop = callbacks.StopOnSignal()
         _, kept = watch(trainer, [prompt(talk("hi"), "one")], every=2)
@@ -247,7 +248,7 @@ def test_a_goal_that_is_met_ends_the_run_and_the_best_step_is_kept(make_trainer,
         def on_step_end(self, args, state, control, **kwargs):
             trainer.log_plain({"gen/pass_rate": next(values)})
 
-    goal = callbacks.StopWhen(Goal.read("gen/pass_rate >= 0.9"))
+    goal = callbacks.StopWhen(trainer, Goal.read("gen/pass_rate >= 0.9"))
     for callback in (Figures(), goal, callbacks.KeepBest(trainer, "gen/pass_rate")):
         trainer.add_callback(callback)
     trainer.train()
@@ -258,6 +259,15 @@ def test_a_goal_that_is_met_ends_the_run_and_the_best_step_is_kept(make_trainer,
         "checkpoint-3",
         "checkpoint-5",
     }
+    again = make_trainer(ROWS, max_steps=8, epochs=3, save_steps=3)  # killed before it could say that it was done
+    same = callbacks.StopWhen(again, Goal.read("gen/pass_rate >= 0.9"))
+    again.add_callback(same)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
+    assert again.state.global_step == 5 and same.why == goal.why
+    on = make_trainer(ROWS, max_steps=8, epochs=3, save_steps=3)
+    on.add_callback(callbacks.StopWhen(on, Goal.read("gen/pass_rate >= 0.95")))
+    on.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
+    assert on.state.global_step == 8
     losses = [entry["step"] for entry in logged(trainer, "grad_norm")]
     assert losses == [1, 2, 3, 4, 5]  # what is logged in between takes none away
 

@@ -203,6 +203,8 @@ def last_number(text: str) -> float | None:
 def _is_number(answer: Answer, setting, expected) -> bool:
     """The last number of the answer is the wanted one, within `tolerance` (1e-6, absolute or relative)."""
     options = setting if isinstance(setting, Mapping) else {} if setting is True else {"value": setting}
+    if unknown := set(options) - {"value", "tolerance"}:
+        raise ValueError(f"unknown {min(unknown)}; known: value, tolerance")
     wanted = float(options["value"]) if "value" in options else last_number(expected or "")
     if wanted is None:
         raise ValueError("there is no number in the expected answer")

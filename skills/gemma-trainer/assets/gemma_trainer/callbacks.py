@@ -108,11 +108,18 @@ class RunState(transformers.TrainerCallback):
 class StopWhen(transformers.TrainerCallback):
     """Ends the run, with a checkpoint, as soon as a metric that is logged meets the goal; `why` says so then.
 
-    Not before the first step: a model that is good enough already is trained for one step.
+    Not before the first step: a model that is good enough already is trained for one step. A run that is resumed where
+    it had met the goal is not trained further (`trainer.ended`).
     """
 
-    def __init__(self, goal: Goal):
-        self.goal, self.seen, self.why = goal, False, ""
+    def __init__(self, trainer, goal: Goal):
+        self.trainer, self.goal, self.seen, self.why = trainer, goal, False, ""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        goal, why = self.trainer.kept.pop("goal_met", ("", ""))
+        if goal == str(self.goal):
+            self.seen, self.why, self.trainer.ended = True, why, True
+            self.trainer.kept["goal_met"] = goal, why
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         value = (logs or {}).get(self.goal.metric)
@@ -120,6 +127,7 @@ class StopWhen(transformers.TrainerCallback):
         self.seen = self.seen or value is not None
         if value is not None and state.global_step and not self.why and self.goal.met(value):
             self.why = f"{self.goal.metric} is {value:.4g} at step {state.global_step} (--stop-when)"
+            self.trainer.kept["goal_met"] = str(self.goal), self.why
             control.should_save = control.should_training_stop = True
 
 

@@ -77,7 +77,7 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
     A whole one of the same step is kept instead: it is the one that this run went on from, and holds the same.
     """
     target = folder / unfinished.name
-    if target.is_dir() and not fault_of(target):
+    if target.is_dir() and not fault_of(target, thorough=True):
         return
     if target.is_dir():
         remove_folder(target)

@@ -119,11 +119,11 @@ def _config_arguments(file: str, flags: type, given: set[str]) -> list[str]:
     fields = {field.name: field for field in dataclasses.fields(flags) if not {"word", "words"} & field.metadata.keys()}
     arguments = []
     for key, value in content.items():
-        name = key.replace("-", "_")
+        name = str(key).replace("-", "_")
         if name not in fields:
             raise UsageError(f"{file}: unknown key {key!r}; keys are the flags without their dashes")
         option, is_switch = "--" + name.replace("_", "-"), str(fields[name].type) == "bool"
-        if value is None or given & {option, f"--no-{option[2:]}"}:
+        if value in (None, [], {}) or given & {option, f"--no-{option[2:]}"}:
             continue
         if isinstance(value, bool) and not is_switch:
             value = "on" if value else "off"  # YAML reads the words on and off as booleans
@@ -131,8 +131,10 @@ def _config_arguments(file: str, flags: type, given: set[str]) -> list[str]:
             raise UsageError(f"{file}: {key} must be true or false")
         if is_switch:
             arguments += [option] if value else [f"--no-{option[2:]}"] if fields[name].default else []
-        elif isinstance(value, dict):  # of --metadata
-            arguments += [option, *(f"{key}={item}" for key, item in value.items())]
+        elif isinstance(value, dict):
+            if fields[name].metadata.get("metavar") != "KEY=VALUE":
+                raise UsageError(f"{file}: {key} must not be an object")
+            arguments += [f"{option}={fact}={item}" for fact, item in value.items()]
         elif isinstance(value, list):
             arguments += [option, *map(str, value)]
         else:

@@ -28,6 +28,9 @@ class Goal:
             raise ValueError(f"{text!r} is no goal: write it as gen/pass_rate>=0.95")
         return cls(found[1], found[2], value)
 
+    def __str__(self) -> str:
+        return f"{self.metric}{self.sign}{self.value!r}"
+
     def met(self, value: float) -> bool:
         return self.SIGNS[self.sign](value, self.value)
 

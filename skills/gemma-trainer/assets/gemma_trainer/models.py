@@ -239,8 +239,9 @@ def base_of(adapter: str) -> str:
         CannotLoad: no adapter is there.
     """
     base = adapter_config(adapter).base_model_name_or_path
-    beside = Path(adapter) / "base-model"
-    return str(beside) if not Path(base).is_dir() and beside.is_dir() else base
+    beside = [place / "base-model" for place in (Path(adapter), Path(adapter).resolve().parent)]  # a checkpoint's run
+    moved = [place for place in beside if place.is_dir()]
+    return str(moved[0]) if not Path(base).is_dir() and moved else base
 
 
 def load_adapter(model, adapter: str):

@@ -188,6 +188,8 @@ def check_resumed(config, run: Run, data: Data) -> None:
         raise UsageError(f"--resume: the run in {run.folder} is one of {script}.py")
     steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
     now = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}
+    if run.previous.get("auto_batch"):  # which changed them
+        now = {name: value for name, value in now.items() if name not in ("batch_size", "grad_accum")}
     other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
     for name in FIXED:
         if name in other:

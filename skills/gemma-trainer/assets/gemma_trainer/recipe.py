@@ -204,7 +204,7 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
     trainer.logged_bytes = run.metrics_size
     trainer.stop = StopOnSignal()
     trainer.stopping = lambda: trainer.stop.exit_code is not None
-    trainer.enders = [StopWhen(Goal.read(config.stop_when))] if config.stop_when else []
+    trainer.enders = [StopWhen(trainer, Goal.read(config.stop_when))] if config.stop_when else []
     trainer.enders += [StopAfter(config.max_minutes, run.clock)] if config.max_minutes else []
     best = [KeepBest(trainer, config.best_by)] if config.best_by else []
     for callback in (trainer.stop, *trainer.enders, *best, *_watch(config, run, trainer, data, collators)):
@@ -280,6 +280,9 @@ def train(config, run: Run, trainer, data: Data) -> None:
             why = str(as_error(problem, trains=True)).splitlines()[0]
             run.finish(status, why=why, **collected(run, trainer))
         raise
+    if trainer.stop.exit_code:  # since the last look: too late to stop the saving
+        told = f"the model is saved in {run.folder}; the report lacks sample answers, which --resume makes up"
+        raise Interrupted(told, trainer.stop.exit_code)
 
 
 def _heed_signals(run: Run, trainer) -> None:
@@ -306,7 +309,7 @@ def _take_best(config, run: Run, trainer) -> None:
     value, step = best
     if step != trainer.state.global_step:
         folder = run.folder / f"checkpoint-{step}"
-        if not folder.is_dir() or fault_of(folder):
+        if not folder.is_dir() or fault_of(folder, thorough=True):
             note(f"--best-by: {folder.name} is no longer whole; the last weights are saved")
             return
         trainer._load_from_checkpoint(str(folder))

@@ -38,8 +38,8 @@ def state_of(folder: Path) -> dict | None:
     if not isinstance(record, dict):
         return None
     if record.get("status") == "running" and record.get("host") == platform.node() and not _alive(record.get("pid")):
-        steps = [entry["step"] for entry in metrics_of(folder) if isinstance(entry.get("step"), int)]
-        record |= {"step": max([record.get("step", 0), *steps])}
+        steps = [found["step"] for found in [record, *metrics_of(folder)] if isinstance(found.get("step"), int)]
+        record |= {"step": max(steps, default=0)}
         record |= {"status": "killed", "why": f"its process {record.get('pid')} is gone: go on with --resume"}
     return record
 
@@ -72,7 +72,7 @@ def inspect(folder: str) -> dict:
     if not kind and state is None:
         raise CannotLoad(f"{folder}: no run, checkpoint, adapter or model is there")
     facts = metadata.read(path)
-    checks = [_run(state, kind, path)] if state else []
+    checks = _guarded("run", _run, path, state, kind) + _guarded("files", _files, path)
     checks += list(_checks(path, kind, facts)) if kind else []
     names = "script status why step total_steps eta_s started metrics best".split()
     run = {name: state[name] for name in names if name in state} if state else None
@@ -85,16 +85,30 @@ def inspect(folder: str) -> dict:
     }
 
 
-def _run(state: dict, kind: str, path: Path) -> Finding:
+def _run(path: Path, state: dict | None, kind: str) -> Iterator[Finding]:
     """Whether the run came to its end, and left a model."""
     from .checkpoints import checkpoints
 
+    if state is None:
+        if (path / "run.json").exists():
+            yield Finding("run", False, "run.json is damaged")
+        return
     whole, status = checkpoints(path), state.get("status")
     last = f"; the last whole checkpoint is {whole[-1].name}, which can be inspected" if whole else ""
     saved = "" if kind else f": no model has been saved yet{last}"
     if status == "running":
-        return Finding("run", None, f"it is under way{saved}")
-    return Finding("run", status == "done" and bool(kind), f"{status}: {state.get('why')}{saved}")
+        yield Finding("run", None, f"it is under way{saved}")
+    else:
+        yield Finding("run", status == "done" and bool(kind), f"{status}: {state.get('why')}{saved}")
+
+
+def _files(path: Path) -> Iterator[Finding]:
+    """Whether a checkpoint is as it was written."""
+    from .checkpoints import SEAL, fault_of
+
+    if (path / SEAL).is_file():
+        fault = fault_of(path, thorough=True)
+        yield Finding("files", not fault, fault or "all are as they were written")
 
 
 def _checks(path: Path, kind: str, facts: dict | None) -> Iterator[Finding]:
@@ -122,6 +136,8 @@ def _guarded(name: str, check, *given) -> list[Finding]:
 
 
 def _facts(path: Path, kind: str, facts: dict | None) -> Iterator[Finding]:
+    if (path / metadata.FILE).is_file():
+        json.loads((path / metadata.FILE).read_text(encoding="utf-8"))["data"]["rows"]  # or it is damaged
     if facts is None:
         yield Finding("metadata", None, f"no {metadata.FILE}: made by another tool, or by an older version")
         return
@@ -235,10 +251,16 @@ class _Weights:
 
 def _keys(path: Path, kind: str, config, weights: _Weights) -> Iterator[Finding]:
     """Whether every tensor has a place in the base model, of its shape, and none is missing."""
-    expected, modules = _expected(path, kind, config)
+    try:
+        expected, optional, modules = _expected(path, kind, config)
+    except ValueError as problem:  # nothing in the base is what the adapter is for
+        yield Finding("keys", False, f"the adapter does not fit the base model ({str(problem).splitlines()[0][:150]})")
+        return
+    except (RuntimeError, NotImplementedError) as problem:  # kinds of adapters that compute as they are made
+        yield Finding("keys", None, f"cannot be checked ({type(problem).__name__})")
+        return
     strange = [name for name in weights.names if name not in expected]
-    # What is tied is saved once, and PEFT saves embeddings or not.
-    absent = [name for name in expected if name not in weights.names and "embed" not in name and "lm_head" not in name]
+    absent = [name for name in expected if name not in weights.names and name not in optional]
     misshapen = [n for n in weights.names if n in expected and list(weights.shape(n)) != expected[n]]
     if strange:
         told = f"{len(strange)} of {len(weights.names)} keys have no place in the base model, and would be passed over "
@@ -252,8 +274,9 @@ def _keys(path: Path, kind: str, config, weights: _Weights) -> Iterator[Finding]
         yield Finding("keys", True, f"all {len(weights.names)} keys have their place in the base model")
 
 
-def _expected(path: Path, kind: str, config) -> tuple[dict[str, list[int]], list[str]]:
-    """(shape of each key that a folder should hold, the base's module names), from a model without weights."""
+def _expected(path: Path, kind: str, config) -> tuple[dict[str, list[int]], set[str], list[str]]:
+    """(shape of each key that a folder should hold, those that it need not, the base's module names), from a model
+    without weights."""
     from . import models
 
     named = models.adapter_config(str(path)) if kind == "adapter" else None
@@ -262,14 +285,17 @@ def _expected(path: Path, kind: str, config) -> tuple[dict[str, list[int]], list
     model = models.skeleton(config, reward)
     modules = [name for name, _ in model.named_modules()]
     if named is None:
-        return {name: list(value.shape) for name, value in model.state_dict().items()}, modules
+        shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
+        tied = {name for name in shapes if "embed" in name or "lm_head" in name}  # of which one is saved
+        return shapes, tied, modules
     import torch
     from peft import get_peft_model, get_peft_model_state_dict
 
     with torch.device("meta"):
         adapted = get_peft_model(model, named)
-    found = get_peft_model_state_dict(adapted, save_embedding_layers=True)
-    return {name: list(value.shape) for name, value in found.items()}, modules
+    needed = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    found = get_peft_model_state_dict(adapted, save_embedding_layers=True)  # as PEFT does it sometimes
+    return {name: list(value.shape) for name, value in found.items()}, set(found) - set(needed), modules
 
 
 def _near(key: str, modules) -> str:
@@ -299,25 +325,35 @@ def _numbers(kind: str, weights: _Weights) -> Iterator[Finding]:
 def summary(result: dict) -> str:
     """A result of `inspect` in a few lines for a person."""
     lines = [f"folder   {result['folder']} ({result['kind']})"]
-    if run := result["run"]:
-        steps = f"step {run.get('step', 0)} of {run['total_steps']}" if "total_steps" in run else "no step yet"
-        left = f", {run['eta_s']} s to go" if run.get("eta_s") else ""
-        lines.append(f"run      {run.get('status')}, begun {run.get('started')}; {steps}{left}")
-        names = ("loss", "train_loss", "eval_loss", "gen/pass_rate")
-        shown = [
-            f"{name} {m[name]:.4g}" for name in names if isinstance((m := run.get("metrics", {})).get(name), float)
-        ]
-        lines += [f"metrics  {', '.join(shown)}"] if shown else []
-        if best := run.get("best"):
-            lines.append(f"best     step {best['step']}: {best['metric']} {best['value']:.4g}")
-    if facts := result["facts"]:
-        base, data = facts.get("base_model", {}), facts.get("data", {})
-        lines.append(f"task     {facts.get('task')} on {', '.join(data.get('names', []))}: {data.get('rows')} rows")
-        lines.append(f"data     fingerprint {data.get('fingerprint')}, version {data.get('version') or 'unknown'}")
-        lines.append(
-            f"base     {base.get('name')}, revision {base.get('revision') or 'unknown'}, {base.get('license')}"
-        )
-        lines += [f"         {key}: {value}" for key, value in facts.get("metadata", {}).items()]
+    for told in (_told_run(result["run"] or {}), _told_facts(result["facts"] or {})):
+        with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):  # what others have written there
+            lines += list(told)
     marks = {True: "ok", False: "FAILED", None: "note"}
     lines += [f"{marks[check['passed']]:<8} {check['check']}: {check['told']}" for check in result["checks"]]
     return "\n".join(lines)
+
+
+def _told_run(run: dict) -> Iterator[str]:
+    if not run:
+        return
+    steps = f"step {run.get('step', 0)} of {run['total_steps']}" if "total_steps" in run else "no step yet"
+    left = f", {run['eta_s']} s to go" if run.get("eta_s") else ""
+    yield f"run      {run.get('status')}, begun {run.get('started')}; {steps}{left}"
+    metrics = run.get("metrics", {})
+    names = ("loss", "train_loss", "eval_loss", "gen/pass_rate")
+    shown = [f"{name} {metrics[name]:.4g}" for name in names if isinstance(metrics.get(name), float)]
+    if shown:
+        yield f"metrics  {', '.join(shown)}"
+    if best := run.get("best"):
+        yield f"best     step {best['step']}: {best['metric']} {best['value']:.4g}"
+
+
+def _told_facts(facts: dict) -> Iterator[str]:
+    if not facts:
+        return
+    base, data = facts["base_model"], facts["data"]
+    yield f"task     {facts['task']} on {', '.join(data['names'])}: {data['rows']} rows"
+    yield f"data     fingerprint {data['fingerprint']}, version {data.get('version') or 'unknown'}"
+    yield f"base     {base['name']}, revision {base.get('revision') or 'unknown'}, {base.get('license')}"
+    for key, value in facts.get("metadata", {}).items():
+        yield f"         {key}: {value}"

@@ -243,7 +243,7 @@ def report_again(folder: Path, record: dict | None) -> Path:
 def metrics_of(folder: Path) -> list[dict]:
     """The lines of a run's `metrics.jsonl`."""
     path = folder / "metrics.jsonl"
-    if not path.exists():
+    if not path.is_file():
         return []
     entries = filter(None, map(_entry, path.read_text(encoding="utf-8", errors="replace").splitlines()))
     return [{k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in entry.items()} for entry in entries]

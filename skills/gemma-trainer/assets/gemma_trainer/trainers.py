@@ -60,6 +60,7 @@ class RowsTrainer:
     describe: Callable[[Path], None] | None = None
     logged_bytes: Callable[[], int] | None = None
     best_step: int | None = None
+    ended = False  # resumed where it had come to its end
 
     def __init__(self, model, args, rows, collator, processor, eval_rows=None, eval_collator=None,
                  max_bad_media: float = 0.05, callbacks=None, on_divergence: str = "stop",
@@ -144,7 +145,7 @@ class RowsTrainer:
         return loss + 0.0 * next(p for p in self.model.parameters() if p.requires_grad).sum().to(loss.dtype)
 
     def _run_epoch(self, *args, **kwargs):
-        if self.state.global_step >= self.state.max_steps:  # resumed at its end, where transformers adds a step
+        if self.state.global_step >= self.state.max_steps or self.ended:  # where transformers would add a step
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
@@ -350,14 +351,18 @@ class Watchman(transformers.TrainerCallback):
     """What a `RowsTrainer` does at moments that only callbacks are told of."""
 
     def __init__(self, trainer: RowsTrainer):
-        self.trainer = trainer
+        self.trainer, self.due = trainer, False
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.take_up_log()
         step = state.global_step
-        due = step and args.eval_strategy == "steps" and step % state.eval_steps == 0
-        if due and not any("eval_loss" in entry and entry["step"] == step for entry in state.log_history):
-            self.trainer.evaluate()  # the run was stopped within it
+        evaluated = any("eval_loss" in entry and entry["step"] == step for entry in state.log_history)
+        self.due = bool(step) and args.eval_strategy == "steps" and step % state.eval_steps == 0 and not evaluated
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.due:  # the run was stopped within this evaluation
+            self.due = False
+            self.trainer.evaluate()
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         # With several ranks, nobody else tells the sampler in the epoch that a run resumes in.

@@ -107,7 +107,7 @@ class WatchAnswers(transformers.TrainerCallback):
     def _answers(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer | str]]:
         """(name, answer or why there is none) of each prompt."""
         found, at = [], 0
-        while at < len(prompts):
+        while at < len(prompts) and not self.trainer.stopping():
             some = prompts[at : at + self.at_once]
             try:
                 found += self._generate(some, spread)
