@@ -219,7 +219,7 @@ def test_auto_batch_halves_until_it_fits(tmp_path, capsys):
     assert tried == [(6, 2, False), (3, 4, True), (1, 12, True)] and run.together == 6
     assert "out of memory: going on with --batch-size 3 --grad-accum 4" in capsys.readouterr().err
     record = json.loads((tmp_path / "run.json").read_text())
-    assert record["auto_batch"] == {"batch_size": 1, "effective": 12}
+    assert record["auto_batch"] == {"batch_size": 1, "effective": 12} and record["status"] == "running"
     tried.clear()  # a resumed run begins with what did fit
     recipe.within_memory(Config(), run, attempt)
     assert [size for size, *_ in tried] == [1]

@@ -167,7 +167,7 @@ class Run:
     def begin_anew(self, **facts) -> None:
         """Have the next attempt go on from what the one before has saved, if anything."""
         self.goes_on = True
-        self.save_record(**facts)
+        self.save_record(status="running", why="", **facts)
 
     def save_record(self, **facts) -> None:
         """Add facts to `run.json` and write it."""
