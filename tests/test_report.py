@@ -125,7 +125,7 @@ def test_it_loads_nothing(report):
 ASKED = [
     {"step": 0, "gen/pass_rate": 0.0, "gen/json": 0.0, "gen/tokens": 20.0, "gen/seconds": 2.0, "gen/share": 0.9},
     {"step": 0, "answers": [{"prompt": "a", "answer": "no idea", "passed": False, "missed": ["json"]}]},
-    {"step": 40, "gen/pass_rate": 0.5, "gen/json": 0.75, "gen/tokens": 4.0, "gen/wer": 0.25, "gen/failed": 1,
+    {"step": 40, "gen/pass_rate": 0.5, "gen/json": 0.75, "gen/tokens": 4.0, "gen/wer": 0.25, "gen/failed": 1, "gen/answer/a": "{}",
      "gen/seconds": 3.0, "gen/share": 0.2},
     {"step": 40, "answers": [{"prompt": "a", "answer": "{}", "passed": True, "missed": []},
                              {"prompt": "b", "answer": None, "passed": False, "error": "out of memory"},
@@ -144,6 +144,7 @@ def test_answers_are_shown_at_first_and_at_last_with_their_media(report):
     wanted += ["could not be answered: 1", "Step 0", "no idea", "Step 40", "passes", "fails: out of memory"]
     assert [told for told in wanted if told not in text] == []
     assert html.count(f'src="{JPEG}"') == 1 and html.count(f'<audio controls src="{MP3}">') == 1
+    assert "answer/a" not in text
     assert text.count("that cannot be shown") == 2 and "example.com" not in html and "unseen" not in text
     assert "Answers to the prompts" not in Page(report(full_run(), ASKED)).text  # whose media were not kept
 

@@ -189,6 +189,7 @@ def _pass_rates(metrics: list[dict]) -> str:
     chart = _chart("Prompts that pass", metrics, "gen/pass_rate", whole_range=True)
     hidden = ("gen/pass_rate", "gen/seconds", "gen/share", "gen/failed")
     names = [name for name in asked[-1] if name.startswith("gen/") and name not in hidden]
+    names = [name for name in names if num(asked[-1][name]) is not None]  # the answers may stand there, too
     cells = {name.removeprefix("gen/"): _first_and_last(asked, name) for name in ("gen/pass_rate", *names)}
     lost = num(asked[-1].get("gen/failed"))
     failed = f'<p class="no">Prompts that could not be answered: {lost:,.0f}</p>' if lost else ""
