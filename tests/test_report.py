@@ -125,8 +125,8 @@ def test_it_loads_nothing(report):
 ASKED = [
     {"step": 0, "gen/pass_rate": 0.0, "gen/json": 0.0, "gen/tokens": 20.0, "gen/seconds": 2.0, "gen/share": 0.9},
     {"step": 0, "answers": [{"prompt": "a", "answer": "no idea", "passed": False, "missed": ["json"]}]},
-    {"step": 40, "gen/pass_rate": 0.5, "gen/json": 0.75, "gen/tokens": 4.0, "gen/wer": 0.25, "gen/failed": 1, "gen/answer/a": "{}",
-     "gen/seconds": 3.0, "gen/share": 0.2},
+    {"step": 40, "gen/pass_rate": 0.5, "gen/json": 0.75, "gen/tokens": 4.0, "gen/wer": 0.25, "gen/failed": 1,
+     "gen/answer/a": "{}", "gen/seconds": 3.0, "gen/share": 0.2},
     {"step": 40, "answers": [{"prompt": "a", "answer": "{}", "passed": True, "missed": []},
                              {"prompt": "b", "answer": None, "passed": False, "error": "out of memory"},
                              {"prompt": "unseen", "answer": "x", "passed": True}]},
