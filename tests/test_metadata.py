@@ -7,10 +7,12 @@ import sys
 import warnings
 
 import pytest
+import tiny
 import torch
 
 from conftest import ASSETS, SAMPLES
 from gemma_trainer import demo, metadata, model_card, run_check, runs
+from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import UsageError
 from gemma_trainer.families import GEMMA3, GEMMA4
 
@@ -134,6 +136,29 @@ def test_the_cards_snippet_runs_in_the_folder(run, preference_runs, tmp_path, mo
     exec(code.replace("max_new_tokens=256", "max_new_tokens=3"), {})
     said = capsys.readouterr().out.strip()
     assert said and (kind != "reward" or isinstance(float(said), float))
+
+
+def test_a_text_only_model_has_a_card_of_its_own_though_its_tokenizer_names_an_image_token(
+    run, tmp_path, monkeypatch, capsys
+):
+    import types
+
+    tokenizer = tiny.make_processor("gemma3_text")
+    tokenizer.image_token = "<image_soft_token>"  # as Gemma 3's own
+    model = tiny.make_model("gemma3_text", tokenizer)
+    collator = MultimodalCollator(tokenizer)
+    config = types.SimpleNamespace(task="sft", model="google/gemma-3-270m-it", max_len=64, loss_on="all-turns",
+                                   train_reasoning=True, thinking="auto", paired=False)  # fmt: skip
+    rows = types.SimpleNamespace(names=[str(SAMPLES / "train.jsonl")], rows=[1], eval_rows=None)
+    facts = metadata.facts_of(config, {}, rows, model, collator, {})
+    assert facts["takes"] == ["text"] and not {"image", "audio"} & facts["tokens"].keys()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    metadata.write(tmp_path, facts)
+    assert front_matter(tmp_path)["pipeline_tag"] == "text-generation" and front_matter(tmp_path)["license"] == "gemma"
+    monkeypatch.chdir(tmp_path)
+    exec((tmp_path / "README.md").read_text().split("```python\n")[1].split("```")[0].replace("256", "3"), {})
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("pairs", "content", "told"), [

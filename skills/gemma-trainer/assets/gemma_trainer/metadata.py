@@ -35,6 +35,7 @@ def facts_of(config, record: dict, data, model, collator, own: dict) -> dict:
     return finite(
         {
             "task": config.task,
+            "takes": ["text", *sorted(collator.modalities)],
             "base_model": {
                 "name": shown_name(config.model),
                 "revision": getattr(model.config, "_commit_hash", None),
@@ -111,7 +112,8 @@ def _tokens(collator, family) -> dict:
         "eos": tokenizer.eos_token,
         "pad": tokenizer.pad_token,
         **{name: text for name, text in (spelled | {"channel": family.channel}).items() if text},
-        **{name: tokenizer.convert_ids_to_tokens(token) for name, token in collator.soft_tokens.items()},
+        # A tokenizer may name tokens of media that the model has no tower for.
+        **{n: tokenizer.convert_ids_to_tokens(i) for n, i in collator.soft_tokens.items() if n in collator.modalities},
         "stop_token_ids": [token for token in stops if token is not None],
     }
 

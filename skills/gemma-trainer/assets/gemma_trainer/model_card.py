@@ -61,8 +61,8 @@ def _front_matter(facts: dict, adapter: bool) -> str:
     from huggingface_hub import ModelCardData
 
     base, data = facts["base_model"], facts["data"]
-    modalities = {"image", "audio"} & facts["tokens"].keys()
-    speaks = "text-generation" if not modalities else "any-to-any" if "audio" in modalities else "image-text-to-text"
+    takes = facts["takes"]
+    speaks = "any-to-any" if "audio" in takes else "image-text-to-text" if "image" in takes else "text-generation"
     return (
         ModelCardData(
             base_model=base["name"] if "/" in base["name"] else None,
@@ -92,7 +92,7 @@ def _version(data: dict) -> str:
 
 def _usage(facts: dict, adapter: bool) -> str:
     """Python that loads the model and asks it something; it runs in this folder as it stands."""
-    text_only = not {"image", "audio"} & facts["tokens"].keys()
+    text_only = facts["takes"] == ["text"]
     reads = "AutoTokenizer" if text_only else "AutoProcessor"
     reward = facts["task"] == "reward"
     loads = "AutoModelForCausalLM" if text_only else "AutoModelForImageTextToText"
