@@ -30,6 +30,8 @@ def facts_of(config, record: dict, data, model, collator, own: dict) -> dict:
         collator: `MultimodalCollator`, whose template and markers the model is trained on.
         own: what the user adds, under "metadata".
     """
+    from .trainers import inner_model
+
     family = families.family_of_config(model.config)
     labels = {name: getattr(config, name) for name in ("loss_on", "train_reasoning", "thinking")}
     return finite(
@@ -40,7 +42,7 @@ def facts_of(config, record: dict, data, model, collator, own: dict) -> dict:
                 "name": shown_name(config.model),
                 "revision": getattr(model.config, "_commit_hash", None),
                 "family": family.name,
-                "architecture": type(inner(model)).__name__,
+                "architecture": type(inner_model(model)).__name__,
                 "license": license_of(config.model, family),
             },
             **({"adapter": shown_name(config.adapter)} if getattr(config, "adapter", None) else {}),
@@ -61,11 +63,6 @@ def facts_of(config, record: dict, data, model, collator, own: dict) -> dict:
             "metadata": own,
         }
     )
-
-
-def inner(model):
-    """The model inside a PEFT wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def shown_name(name: str) -> str:
