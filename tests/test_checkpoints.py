@@ -69,6 +69,26 @@ def test_a_run_goes_on_from_the_newest_whole_one_and_says_what_it_passes_over(tm
     assert "checkpoint-10 is not whole (optimizer.pt is damaged): it is passed over" in told
 
 
+@pytest.mark.parametrize(("logged", "left"), [(0, ""), (2, "a\n"), (None, "a\nb\n")])
+def test_what_was_logged_behind_the_checkpoint_is_forgotten(tmp_path, logged, left):
+    run = runs.Run("sft_train", str(tmp_path))
+    run.open()
+    run.goes_on = True
+    path = made(tmp_path, 2, sealed=False)
+    (path / "collected.json").write_text(json.dumps({"logged_bytes": logged}))
+    (tmp_path / "metrics.jsonl").write_text("a\nb\n")
+    recipe._checkpoint(run)
+    assert (tmp_path / "metrics.jsonl").read_text() == left
+
+
+def test_figures_are_those_of_the_step_whose_model_is_saved():
+    history = [{"step": 1, "loss": 3.0, "eval_loss": 2.0}, {"step": 2, "loss": 1.0, "eval_loss": 4.0, "gen/json": 0.1}]
+    trainer = types.SimpleNamespace(state=types.SimpleNamespace(log_history=history))
+    best = types.SimpleNamespace(record={"best": {"step": 1}})
+    assert recipe._history(best, trainer) == [history[0], {"step": 2, "loss": 1.0}]
+    assert recipe._history(types.SimpleNamespace(record={"best": None}), trainer) == history
+
+
 def test_the_oldest_go_with_those_that_are_not_whole_and_the_best_stays(tmp_path):
     for step in (1, 2, 3, 4, 5):
         made(tmp_path, step)

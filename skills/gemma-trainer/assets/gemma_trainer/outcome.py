@@ -39,7 +39,7 @@ def result(config, run: Run) -> dict:
     """What a finished run prints."""
     told = {"status": "done", "demo": config.demo, "run": str(run.folder)}
     told |= {key: run.record[key] for key in ("model", "steps", "metrics", "counters", "timing", "peak_memory_mb")}
-    told |= {key: run.record[key] for key in ("why", "best", "auto_batch") if key in run.record}
+    told |= {key: run.record[key] for key in ("why", "best", "auto_batch") if run.record.get(key)}
     return told | {"summary": summary(config, run)}
 
 

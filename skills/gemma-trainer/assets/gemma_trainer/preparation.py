@@ -111,23 +111,22 @@ def with_defaults(config):
 def _check_goals(config) -> None:
     """Refuse goals that nothing will be measured for, and metadata that cannot be read (UsageError)."""
     metadata.read_own(config.metadata, config.metadata_file)
-    wanted = {"--best-by": config.best_by}
-    if config.stop_when:
-        try:
-            wanted["--stop-when"] = Goal.read(config.stop_when).metric
-        except ValueError as problem:
-            raise UsageError(f"--stop-when: {problem}") from None
+    try:
+        goal = Goal.read(config.stop_when) if config.stop_when else None
+    except ValueError as problem:
+        raise UsageError(f"--stop-when: {problem}") from None
+    wanted = {"--best-by": config.best_by or "", "--stop-when": goal.metric if goal else ""}
     evaluates = config.demo or config.eval_dataset or config.test_size
     for flag, metric in wanted.items():
-        if (metric or "").startswith("gen/") and not getattr(config, "eval_prompts", None):
+        if metric.startswith("gen/") and not getattr(config, "eval_prompts", None):
             raise UsageError(f"{flag} {metric} needs --eval-prompts")
-        if (metric or "").startswith("eval_") and not evaluates:
+        if metric.startswith("eval_") and not evaluates:
             raise UsageError(f"{flag} {metric} needs --eval-dataset or --test-size")
-        if (metric or "").startswith("gen/") and metric.removeprefix("gen/") not in {*FIGURES, *CHECKS}:
+        if metric.startswith("gen/") and metric.removeprefix("gen/") not in {*FIGURES, *CHECKS}:
             raise UsageError(f"{flag} {metric}: known are gen/{', gen/'.join([*FIGURES, *CHECKS])}")
-    if config.stop_when and (goal := Goal.read(config.stop_when)).metric.startswith("gen/"):
-        if goal.metric.removeprefix("gen/") in ("pass_rate", *CHECKS) and not 0 <= goal.value <= 1:
-            raise UsageError(f"--stop-when {config.stop_when}: a share lies between 0 and 1")
+    rates = {f"gen/{name}" for name in ("pass_rate", *CHECKS)}
+    if goal and goal.metric in rates and not 0 <= goal.value <= 1:
+        raise UsageError(f"--stop-when {config.stop_when}: a share lies between 0 and 1")
     if not getattr(config, "eval_prompts", None):
         plain = {field.name: field.default for field in dataclasses.fields(config)}
         for name in (name for name in plain if name.startswith("eval_prompts_") or name == "report_samples"):
@@ -188,7 +187,7 @@ def check_resumed(config, run: Run, data: Data) -> None:
         raise UsageError(f"--resume: the run in {run.folder} is one of {script}.py")
     steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
     now = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}
-    if run.previous.get("auto_batch"):  # which changed them
+    if config.auto_batch and run.previous.get("auto_batch"):  # which changed them
         now = {name: value for name, value in now.items() if name not in ("batch_size", "grad_accum")}
     other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
     for name in FIXED:

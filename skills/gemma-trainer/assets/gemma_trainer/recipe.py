@@ -247,6 +247,7 @@ def train(config, run: Run, trainer, data: Data) -> None:
     """
     run.save_record(
         reported=False,
+        best=None,  # of the run that is resumed
         demo=config.demo,
         command=shlex.join(["python", *sys.argv]),
         arguments=dataclasses.asdict(config),
@@ -339,7 +340,8 @@ def _logged_bytes(run: Run, checkpoint: Path) -> int:
 
     path = checkpoint / COLLECTED
     told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return told.get("logged_bytes") or run.metrics_size()
+    size = told.get("logged_bytes")
+    return run.metrics_size() if size is None else size  # 0 where nothing was logged yet
 
 
 def _history(run: Run, trainer) -> list[dict]:
