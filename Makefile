@@ -1,7 +1,7 @@
 PYTHON ?= python3
 SFT = skills/gemma-trainer/assets/sft_train.py
 
-.PHONY: demo test test-newest lint clean
+.PHONY: demo test test-newest test-unsloth lint clean
 
 demo: .venv/installed
 	.venv/bin/python $(SFT) --max-len 2048
@@ -11,6 +11,9 @@ test: .venv/installed-test
 
 test-newest: .venv-newest/installed-test
 	.venv-newest/bin/python -m pytest -n 2 --dist loadfile
+
+test-unsloth: .venv-unsloth/installed-test
+	.venv-unsloth/bin/python -m pytest -n 2 --dist loadfile tests/with_unsloth
 
 lint: .venv/installed-test
 	.venv/bin/ruff check .
@@ -30,5 +33,10 @@ lint: .venv/installed-test
 	.venv-newest/bin/python -m pip install -c constraints-newest.txt -e ".[test]"
 	touch $@
 
+.venv-unsloth/installed-test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-unsloth
+	.venv-unsloth/bin/python -m pip install -c constraints.txt -e ".[test,unsloth]"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-newest runs build *.egg-info skills/gemma-trainer/assets/*.egg-info
+	rm -rf .venv .venv-newest .venv-unsloth runs build *.egg-info skills/gemma-trainer/assets/*.egg-info

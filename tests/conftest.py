@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -38,6 +39,10 @@ def pytest_terminal_summary(terminalreporter):
     absent = [case for case, names in wanted.items() if not any(name.partition("+")[0] in shipped for name in names)]
     if absent:
         terminalreporter.write_line(f"not collected, the installed TRL lacks their template: {'; '.join(absent)}")
+
+
+# Tests that need Unsloth, and an environment of their own: make test-unsloth
+collect_ignore = [] if find_spec("unsloth") else ["with_unsloth"]
 
 
 @pytest.fixture(scope="session")

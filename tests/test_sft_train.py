@@ -253,7 +253,7 @@ def test_a_model_that_cannot_be_reached(script, rows):
     (["--max-len", "many"], 2, "--max-len"), (["--eval-dataset", "x.jsonl"], 2, "need --dataset"),
     (["--dataset", "x.jsonl"], 2, "needs --model"),
     (["--lora-targets", "qproj"], 2, "near names"), (["--precision", "fp16"], 2, "NaN"),
-    (["--quantize", "4bit"], 4, "NVIDIA GPU"), (["--backend", "unsloth"], 4, "--backend hf"),
+    (["--quantize", "4bit"], 4, "NVIDIA GPU"), (["--backend", "unsloth"], 4, "pip install unsloth"),
     (["--report-to", "mlflow"], 4, "pip install mlflow"),
     (["--resume"], 2, "--resume needs --output"),
 ])  # fmt: skip

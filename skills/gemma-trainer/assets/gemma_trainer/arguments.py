@@ -6,6 +6,8 @@ from pathlib import Path
 
 import trl
 
+from .losses import trl_scores_trained_only
+
 
 def common_arguments(
     output: str | Path, precision, *, max_length: int, batch_size: int, grad_accum: int, lr: float, epochs: float,
@@ -69,8 +71,9 @@ def sft_arguments(output: str | Path, precision, **options) -> trl.SFTConfig:
     return trl.SFTConfig(
         **common_arguments(output, precision, **options),
         dataset_kwargs={"skip_prepare_dataset": True},
-        loss_type="chunked_nll" if trl_chunks() else "nll",
+        loss_type="chunked_nll" if trl_chunks() and trl_scores_trained_only(precision.device) else "nll",
         packing=False,
+        padding_free=False,
     )
 
 

@@ -7,8 +7,10 @@ demo`, and the tests.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import tempfile
 from pathlib import Path
 
 SAMPLES = Path(__file__).resolve().parent.parent / "samples"
@@ -179,6 +181,13 @@ def _with_score(model, config, seed: int):
         scoring = reward_class(config)(config)
     scoring.model.load_state_dict(model.model.state_dict())
     return scoring
+
+
+@contextlib.contextmanager
+def written():
+    """The tiny model in a folder that is there for as long as the context."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield str(write_model(folder))
 
 
 def write_model(folder: str | Path, seed: int = 0) -> Path:

@@ -50,7 +50,9 @@ class TrainingFlags:
     full: bool = flag(False, "train all weights instead of LoRA adapters")
     quantize: str = flag("auto", "4-bit weights under LoRA; auto: on CUDA", ("auto", "4bit", "none"))
     precision: str = flag("auto", "auto: bf16 where native, else fp32", ("auto", "bf16", "fp16", "fp32"))
-    backend: str = flag("auto", "what loads and trains; unsloth is not part of this version", ("auto", "unsloth", "hf"))
+    backend: str = flag(
+        "auto", "what loads and trains; auto: Unsloth, where it is installed, on a CUDA GPU", ("auto", "unsloth", "hf")
+    )
     gradient_checkpointing: str = flag("auto", "less memory, more time; auto: on a GPU", ("auto", "on", "off"))
     seed: int = flag(0, "seed of data order, dropout and adapters")
     num_workers: int | None = flag(
@@ -75,6 +77,11 @@ class TrainingFlags:
     )
     metadata_file: str | None = flag(help="a JSON object of such facts", metavar="FILE")
     report_to: tuple[str, ...] = flag((), "experiment trackers, such as tensorboard or wandb; they get figures only")
+    save_first_batch: bool = flag(
+        False,
+        "write first_batch.json: token ids, labels and row names of the first batch, and what the trained model "
+        "makes of them",
+    )
     dry_run: bool = flag(False, "check everything and say what would be done, without training")
     json: bool = flag(False, "print the result as one JSON object")
     debug: bool = flag(False, "show the traceback of an error")

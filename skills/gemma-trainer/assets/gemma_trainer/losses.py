@@ -6,6 +6,7 @@ Gemma's vocabulary has 262,144 entries; logits of 2,048 positions in float32 tak
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from dataclasses import dataclass
 
@@ -178,8 +179,11 @@ def trl_scores_trained_only(device: str) -> bool:
     """Whether the installed TRL's own loss head scores the trained positions alone on this device.
 
     TRL 1.14's `chunked_nll` does everywhere; the fused head that replaced it does where it has Triton, and scores
-    every position elsewhere (trl/trainer/utils.py, `add_fused_lm_head`).
+    every position elsewhere (trl/trainer/utils.py, `add_fused_lm_head`). Unsloth puts trainers of its own in their
+    place, whose loss is that of whole sequences.
     """
+    if "unsloth" in sys.modules:
+        return False
     import trl
     from packaging.version import Version
     from transformers.utils import is_triton_available

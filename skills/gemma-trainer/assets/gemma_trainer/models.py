@@ -11,6 +11,9 @@ from .errors import CannotLoad, EnvironmentUnfit, UsageError
 from .families import family_of_config, family_of_processor
 
 PARTS = ("language", "vision", "audio")
+# What is never quantized, by name; small beside the language model, and the first to suffer.
+WHOLE = """lm_head score vision_tower audio_tower vision_embedder embed_vision embed_audio multi_modal_projector altup
+router""".split()
 
 
 def load_config(name: str):
@@ -75,7 +78,6 @@ def load_model(name: str, config, dtype, quantize: bool = False, reward: bool = 
         CannotLoad: the weights cannot be found or read.
     """
     import torch
-    from safetensors import SafetensorError
 
     options = {"dtype": dtype}
     if reward:
@@ -89,8 +91,15 @@ def load_model(name: str, config, dtype, quantize: bool = False, reward: bool = 
         options["device_map"] = {"": torch.cuda.current_device()}
     if torch.cuda.device_count() > 1 and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         options["device_map"] = "auto"  # one process, several GPUs: the model is spread over them
+    return loading(name, lambda: model_class.from_pretrained(name, config=config, **options))
+
+
+def loading(name: str, load):
+    """load(), whose errors are told as what is wrong with the model `name` (CannotLoad)."""
+    from safetensors import SafetensorError
+
     try:
-        return model_class.from_pretrained(name, config=config, **options)
+        return load()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as problem:
         if isinstance(problem, RuntimeError) and "memory" in str(problem):
             raise
@@ -98,11 +107,16 @@ def load_model(name: str, config, dtype, quantize: bool = False, reward: bool = 
 
 
 def nf4(dtype):
-    """The QLoRA quantization: nf4 weights, quantized constants, computation in `dtype`."""
+    """The QLoRA quantization: nf4 weights, quantized constants, computation in `dtype`. The heads, the towers with
+    what joins them to the text, and a mixture's router keep their 16 bits."""
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[rf".*\b{name}" for name in WHOLE],
     )
 
 

@@ -29,6 +29,10 @@ def report(config, run: Run, trainer, collator, data: Data) -> dict:
             facts["samples"] = [said for said, _ in answered]
         except Exception as problem:  # the result is saved: a sample that cannot be made does not undo the run
             note(f"no sample answers in the report ({type(problem).__name__})")
+    if config.save_first_batch and run.main:
+        from .first_batch import add_log_probs
+
+        add_log_probs(run.folder, trainer.model.eval(), collator, data.rows)
     if config.demo:
         facts["metrics"] |= _proof(config, trainer, collator, data)
     run.finish("done", reported=True, **facts)

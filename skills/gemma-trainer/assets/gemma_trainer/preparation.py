@@ -8,7 +8,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import metadata, sources
+from . import backends, metadata, sources
 from .answer_checks import CHECKS
 from .cli import note
 from .data import Data, check_data, load_data
@@ -27,7 +27,7 @@ RATES = {"sft": (2e-4, 1e-5, 1e-2, 3e-3), "dpo": (5e-6, 1e-6, 5e-3, 1e-3), "rewa
 # What a resumed run must not change: what is trained, and for what; and what it may, and is told.
 FIXED = """model adapter full quantize lora_r lora_alpha lora_targets beta loss_type loss_weights label_smoothing
 center_rewards_coefficient""".split()
-CHANGED = "lr seed batch_size grad_accum max_len precision loss_on train_reasoning thinking truncation".split()
+CHANGED = "backend lr seed batch_size grad_accum max_len precision loss_on train_reasoning thinking truncation".split()
 
 DPO_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
@@ -42,8 +42,11 @@ def prepare(config, script: str):
         (config, run, rows, model config, processor, collators): the config with its defaults filled in, and a collator
         each for training and evaluation.
     """
-    config = with_defaults(config)
+    check_flags(config)
+    backend = backends.start(config.backend, config.task)
+    config = with_defaults(dataclasses.replace(config, backend=backend.name))
     run = open_run(config, script)
+    run.record["backend"] = dataclasses.asdict(backend)
     rows = load_data(config)
     check_resumed(config, run, rows)
     model_config, processor = load_processor(config)
@@ -70,13 +73,12 @@ def load_prompts(config, collator) -> list[Prompt]:
     return prompts
 
 
-def with_defaults(config):
-    """Fill in what depends on other flags, and say so where the built-in demo runs."""
+def check_flags(config) -> None:
+    """Refuse flags that do not go together (UsageError) or need what is not installed (EnvironmentUnfit), and say so
+    where the built-in demo runs. Imports nothing heavy."""
     if config.task == "dpo":
         _check_losses(config)
-    if getattr(config, "adapter", None):
-        config = _with_adapter(config)
-    if not config.demo and config.model is None:
+    if not (config.demo or config.model or getattr(config, "adapter", None)):
         raise UsageError("--dataset needs --model: a hub id such as google/gemma-4-E2B-it, a folder, or demo")
     for tracker in set(config.report_to) - {"none"}:
         if tracker not in TRACKERS:
@@ -87,8 +89,6 @@ def with_defaults(config):
         os.environ.setdefault(name, "true")
     os.environ.setdefault("WANDB_CONSOLE", "off")
     _check_goals(config)
-    if config.backend == "unsloth":
-        raise EnvironmentUnfit("--backend unsloth is not part of this version: use --backend hf")
     if config.demo and (config.eval_dataset or config.test_size):
         raise UsageError("--eval-dataset and --test-size need --dataset: the demo has held-out rows of its own")
     if config.eval_dataset and config.test_size:
@@ -96,6 +96,12 @@ def with_defaults(config):
     if config.demo:
         model = "tiny random Gemma 4" if config.model in (None, "demo") else config.model
         note(f"No --dataset given: running the built-in demo ({model}, bundled samples, offline).")
+
+
+def with_defaults(config):
+    """The config with what depends on other flags filled in."""
+    if getattr(config, "adapter", None):
+        config = _with_adapter(config)
     tiny = config.model in (None, "demo")
     chosen = {"loss_type": config.loss_type or ("sigmoid",)} if config.task == "dpo" else {}
     chosen |= {

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import shlex
 import sys
 from pathlib import Path
 
-from . import metadata, sources
+from . import extensions, sources, unsloth_backend
 from .checkpoints import all_checkpoints, checkpoint_bytes, fault_of, step_of
 from .cli import LESS_MEMORY, as_error, note
 from .data import Data
 from .errors import Interrupted, OutOfMemory
 from .files import move_whole
-from .goals import Goal
 from .preparation import steps_of
 from .runs import Run, versions
 
 FULL = "all steps were trained"  # why most runs end
-SHOWN_PROMPTS = 12  # of --eval-prompts, in the report
 
 
 def within_memory(config, run: Run, attempt):
@@ -69,26 +66,18 @@ def load_model(config, run: Run, model_config, processor):
     """The model with what is to be trained on it; opens the run folder, where a demo model is written first."""
     import transformers
 
-    from . import demo, models
+    from . import models
     from .precision import choose
 
     transformers.set_seed(config.seed)
     precision = choose(config.precision)
     quantize, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
-    reward, adapter = config.task == "reward", getattr(config, "adapter", None)
-    if config.model == "demo":
-        model = demo.make_model(processor.tokenizer, reward=reward)
-    else:
-        # Full fine-tuning keeps float32 weights under autocast: bf16 ones would swallow small updates.
-        dtype = precision.torch_dtype if not config.full else choose("fp32").torch_dtype
-        model = models.load_model(config.model, model_config, dtype, quantize, reward)
-    if adapter:
-        model = models.load_adapter(model, adapter)
-    elif not config.full:
-        model = models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)
+    through = _load_with_unsloth if config.backend == "unsloth" else _load
+    model = through(config, model_config, processor, precision, quantize)
     run.open(4 * checkpoint_bytes(model))  # three checkpoints, since a new one is whole before an old one goes
     if not config.full:
         _name_base(config, run, model, model_config)
+    adapter = getattr(config, "adapter", None)
     facts = {
         "name": config.model,
         **({"adapter": adapter} if adapter else {}),
@@ -100,6 +89,51 @@ def load_model(config, run: Run, model_config, processor):
     note(f"{config.model}: {facts['trains']}; {counts}")
     note(f"{precision.reason}; {quantized}")
     return model
+
+
+def _load(config, model_config, processor, precision, quantize: bool):
+    """The model from transformers, adapted by PEFT."""
+    from . import demo, models
+
+    reward = config.task == "reward"
+    if config.model == "demo":
+        model = demo.make_model(processor.tokenizer, reward=reward)
+    else:
+        model = models.load_model(config.model, model_config, _dtype(config, precision), quantize, reward)
+    if getattr(config, "adapter", None):
+        return models.load_adapter(model, config.adapter)
+    if config.full:
+        return model
+    return models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)
+
+
+def _load_with_unsloth(config, model_config, processor, precision, quantize: bool):
+    """The same model, loaded and adapted by Unsloth."""
+    from . import demo, unsloth_backend
+
+    checkpointing = _checkpointing(config, precision)
+    with demo.written() if config.model == "demo" else contextlib.nullcontext(config.model) as name:
+        dtype = _dtype(config, precision)
+        model = unsloth_backend.load_model(name, dtype, config.max_len, quantize, config.full, checkpointing)
+    if config.adapter:
+        return unsloth_backend.load_adapter(model, config.adapter, checkpointing)
+    if config.full:
+        return model
+    shape = config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout
+    return unsloth_backend.add_lora(model, *shape, config.seed, checkpointing)
+
+
+def _dtype(config, precision):
+    """Full fine-tuning keeps float32 weights under autocast: bf16 ones would swallow small updates."""
+    import torch
+
+    return torch.float32 if config.full else precision.torch_dtype
+
+
+def _checkpointing(config, precision) -> bool:
+    """Whether activations are computed again for the gradient instead of kept."""
+    wanted = config.gradient_checkpointing
+    return wanted == "on" or (wanted == "auto" and precision.device != "cpu")
 
 
 def _name_base(config, run: Run, model, model_config) -> None:
@@ -170,7 +204,6 @@ def _options(config, data: Data) -> dict:
 
     precision = choose(config.precision)
     workers = workers_for(precision.device, bool(data.first)) if config.num_workers is None else config.num_workers
-    checkpointing = config.gradient_checkpointing
     same = "batch_size grad_accum lr epochs max_steps seed save_steps eval_steps".split()
     return {name: getattr(config, name) for name in same} | {
         "precision": precision,
@@ -179,63 +212,29 @@ def _options(config, data: Data) -> dict:
         "evaluate": data.eval_rows is not None,
         "workers": workers,
         "report_to": list(config.report_to),
-        "checkpointing": checkpointing == "on" or (checkpointing == "auto" and precision.device != "cpu"),
+        "checkpointing": _checkpointing(config, precision) and not unsloth_backend.checkpoints_itself(config.backend),
     }
 
 
 def _make(kind, args, config, run: Run, model, processor, data: Data, collators, **more):
     """The trainer, with all that watches it."""
-    from .callbacks import KeepBest, MetricsFile, Progress, RunState, StopAfter, StopOnSignal, StopWhen
-
-    trainer = kind(
-        model,
+    trainer = unsloth_backend.keep_arguments(
+        lambda: kind(
+            model,
+            args,
+            data.rows,
+            collators[0],
+            processor,
+            data.eval_rows,
+            collators[1],
+            config.max_bad_media,
+            on_divergence=config.on_divergence,
+            together=run.together,
+            **more,
+        ),
         args,
-        data.rows,
-        collators[0],
-        processor,
-        data.eval_rows,
-        collators[1],
-        config.max_bad_media,
-        callbacks=[MetricsFile(run.add_metrics), Progress(), RunState(run.save_record)],
-        on_divergence=config.on_divergence,
-        together=run.together,
-        **more,
     )
-    trainer.logged_bytes = run.metrics_size
-    trainer.stop = StopOnSignal()
-    trainer.stopping = lambda: trainer.stop.exit_code is not None
-    trainer.enders = [StopWhen(trainer, Goal.read(config.stop_when))] if config.stop_when else []
-    trainer.enders += [StopAfter(config.max_minutes, run.clock)] if config.max_minutes else []
-    best = [KeepBest(trainer, config.best_by)] if config.best_by else []
-    for callback in (trainer.stop, *trainer.enders, *best, *_watch(config, run, trainer, data, collators)):
-        trainer.add_callback(callback)
-    own = metadata.read_own(config.metadata, config.metadata_file)
-    facts = metadata.facts_of(config, run.record, data, model, collators[0], own)
-    trainer.describe = functools.partial(metadata.write, facts=facts)
-    return trainer
-
-
-def _watch(config, run: Run, trainer, data: Data, collators) -> list:
-    """What asks the model the prompts of --eval-prompts; last of all, since it also does so where the run ends."""
-    if not data.prompts:
-        return []
-    from .previews import previews
-    from .watching import Asking, WatchAnswers
-
-    run.show(
-        {
-            prompt.name: {
-                "prompt": prompt.question.told,
-                "expected": prompt.question.expected,
-                "wanted": [check.wanted for check in prompt.checks],
-                "media": previews(prompt.question.row, collators[1].access),
-            }
-            for prompt in data.prompts[:SHOWN_PROMPTS]
-        }
-    )
-    every = config.eval_prompts_every or max(1, steps_of(config, len(data.rows)) // 10)
-    asking = Asking(every, config.eval_prompts_max_tokens, config.eval_prompts_temperature)
-    return [WatchAnswers(trainer, collators[1], data.prompts, asking, run.add_metrics, config.report_samples)]
+    return extensions.extend(trainer, config, run, model, data, collators)
 
 
 def train(config, run: Run, trainer, data: Data) -> None:

@@ -30,7 +30,7 @@ OWN_FILES = """
 run.json metrics.jsonl report.html adapter_config.json adapter_model.safetensors config.json generation_config.json
 model.safetensors model-*-of-*.safetensors model.safetensors.index.json processor_config.json preprocessor_config.json
 tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja checkpoint-* base-model
-training_metadata.json samples.json
+training_metadata.json samples.json first_batch.json
 """.split()
 LEFTOVERS = (".unfinished", ".saving-*", ".removed-*", ".*.tmp")  # what a killed run leaves
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth")

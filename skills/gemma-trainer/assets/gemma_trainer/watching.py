@@ -208,6 +208,8 @@ def undisturbed(model):
             model.eval()
             yield
         finally:
+            if hasattr(model, "for_training"):  # Unsloth's `generate` has switched gradient checkpointing off
+                model.for_training()
             for module, before in training:
                 module.training = before
             random.setstate(python)

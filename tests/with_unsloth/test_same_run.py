@@ -1,0 +1,100 @@
+"""A run through Unsloth is the run of the plain backend: the same rows, labels, losses and adapters."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+from stacks import Runs, curve
+
+from conftest import ASSETS
+
+TEN = ("--max-steps", "10", "--eval-steps", "100", "--save-steps", "100")
+TOWERS = (*TEN, "--lora-targets", "language,vision,audio", "--gradient-checkpointing", "on",
+          "--batch-size", "4", "--grad-accum", "2")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def assert_same(one, other, tolerance=1e-4):
+    (record, folder), (record2, folder2) = one, other
+    assert record["first_batch"]["hash"] == record2["first_batch"]["hash"]  # rows, ids, attention and labels
+    assert record["counters"] == record2["counters"] and record["model"]["trains"] == record2["model"]["trains"]
+    losses, losses2 = curve(folder, "loss", "learning_rate"), curve(folder2, "loss", "learning_rate")
+    assert len(losses) == record["steps"] and losses == [pytest.approx(step, abs=tolerance) for step in losses2]
+    gradients, gradients2 = curve(folder, "grad_norm"), curve(folder2, "grad_norm")
+    assert gradients == [pytest.approx(step, rel=1e-3) for step in gradients2]
+    assert record["metrics"]["eval_loss"] == pytest.approx(record2["metrics"]["eval_loss"], abs=tolerance)
+
+
+def assert_same_adapter(folder, folder2):
+    """The same tensors; what PEFT saves of them is the same, too."""
+    one, other = (load_file(place / "adapter_model.safetensors") for place in (folder, folder2))
+    assert {name: tensor.shape for name, tensor in one.items()} == {name: t.shape for name, t in other.items()}
+    configs = [json.loads((place / "adapter_config.json").read_text()) for place in (folder, folder2)]
+    for name in ("r", "lora_alpha", "target_modules", "task_type", "modules_to_save", "target_parameters"):
+        shown = [sorted(config[name]) if isinstance(config[name], list) else config[name] for config in configs]
+        assert shown[0] == shown[1] or not any(shown), name
+
+
+def test_mixed_media_on_the_cpu_backend_are_the_same_run_and_not_accelerated(run):
+    plain, unsloth = run("hf", "sft_train.py", *TEN), run("cpu", "sft_train.py", *TEN)
+    assert_same(plain, unsloth)
+    assert_same_adapter(plain[1], unsloth[1])
+    assert plain[0]["backend"]["name"] == "hf" and plain[0]["backend"]["audit"]["verdict"] == "NOT"
+    assert unsloth[0]["backend"]["audit"]["verdict"] == "NOT"
+    assert "cpu backend" in unsloth[0]["backend"]["audit"]["reasons"][0]
+
+
+def test_all_towers_with_checkpointing_and_accumulation_on_the_gpu_stack(run):
+    plain, unsloth = run("hf", "sft_train.py", *TOWERS), run("gpu", "sft_train.py", *TOWERS)
+    assert_same(plain, unsloth)
+    assert_same_adapter(plain[1], unsloth[1])
+    audit = unsloth[0]["backend"]["audit"]
+    assert audit["verdict"] == "PARTLY" and audit["reasons"] == ["UNSLOTH_COMPILE_DISABLE=1 leaves code uncompiled"]
+    assert audit["trainer"] == {"loop": "_fast_inner_training_loop", "module": "UnslothSFTTrainer", "of_unsloth": True}
+    assert audit["adapters"]["of_unsloth"] == audit["adapters"]["all"] == 60
+    assert audit["model"]["of_unsloth"] > audit["model"]["all"] / 2
+    weights = load_file(unsloth[1] / "adapter_model.safetensors")
+    for tower in ("vision_tower", "audio_tower", "language_model"):
+        assert all(t.any() for name, t in weights.items() if tower in name and "lora_B" in name), tower
+
+
+def test_the_reference_of_preferences_is_the_same_on_the_gpu_stack(run):
+    plain, unsloth = (run(stack, "dpo_train.py", "--max-steps", "5", "--eval-steps", "100") for stack in ("hf", "gpu"))
+    assert_same(plain, unsloth)
+    names = "rewards/chosen", "rewards/margins", "logps/rejected"
+    assert curve(plain[1], *names) == [pytest.approx(step, abs=1e-3) for step in curve(unsloth[1], *names)]
+
+
+def test_an_adapter_goes_on_training_and_prompts_change_nothing_on_the_gpu_stack(run, tmp_path):
+    adapter = str(run("hf", "sft_train.py", *TEN)[1])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "What is the capital of Italy?", "completion": "Rome."}) + "\n")
+    more = ("--adapter", adapter, "--gradient-checkpointing", "on", "--max-steps", "6", "--eval-steps", "100")
+    plain = run("hf", "sft_train.py", *more)
+    asked = run("gpu", "sft_train.py", *more, "--eval-prompts", str(prompts), "--eval-prompts-every", "2")
+    assert_same(plain, asked)
+    assert "gen/pass_rate" in asked[0]["metrics"]
+
+
+def test_a_run_that_is_resumed_on_the_gpu_stack_ends_like_the_unbroken_one(run, tmp_path):
+    flags = ("--save-steps", "3", "--eval-steps", "100")
+    unbroken = run("gpu", "sft_train.py", *flags, "--max-steps", "6")
+    broken = tmp_path / "run"
+    run("gpu", "sft_train.py", *flags, "--max-steps", "6", "--stop-when", "learning_rate<0.008", output=broken)
+    record, _ = run("gpu", "sft_train.py", *flags, "--max-steps", "6", "--resume", output=broken)
+    assert record["steps"] == 6
+    assert curve(broken, "loss") == [pytest.approx(step, abs=1e-6) for step in curve(unbroken[1], "loss")]
+
+
+def test_what_was_trained_loads_in_plain_transformers(run):
+    """Base, template, keys, shapes: by building the adapter on the base without Unsloth."""
+    _, folder = run("gpu", "sft_train.py", *TOWERS)
+    done = subprocess.run([sys.executable, str(ASSETS / "inspect_run.py"), str(folder), "--json"], capture_output=True)
+    found = json.loads(done.stdout)
+    assert found["sound"] and {check["name"]: check["passed"] for check in found["checks"]}["keys"] is True
