@@ -151,13 +151,11 @@ def _share(modules) -> dict[str, int]:
 
 def _trainer_facts(trainer) -> dict:
     """The training loop's name, and the class of TRL or Unsloth that the trainer is made from."""
-    of_ours = __package__
-    base = next(kind for kind in type(trainer).__mro__ if not kind.__module__.startswith(of_ours))
-    files = [code_file(vars(kind)["__init__"]) for kind in type(trainer).__mro__ if "__init__" in vars(kind)]
+    base = next(kind for kind in type(trainer).__mro__ if not kind.__module__.startswith(__package__))
     return {
         "loop": type(trainer)._inner_training_loop.__name__,
         "module": base.__module__,
-        "of_unsloth": any(map(in_unsloth, files)),
+        "of_unsloth": in_unsloth(code_file(base.__init__)),
     }
 
 

@@ -42,6 +42,7 @@ def report(config, run: Run, trainer, collator, data: Data) -> dict:
 def result(config, run: Run) -> dict:
     """What a finished run prints."""
     told = {"status": "done", "demo": config.demo, "run": str(run.folder)}
+    told["backend"] = _told_backend(run)
     told |= {key: run.record[key] for key in ("model", "steps", "metrics", "counters", "timing", "peak_memory_mb")}
     told |= {key: run.record[key] for key in ("why", "best", "auto_batch") if run.record.get(key)}
     return told | {"summary": summary(config, run)}
@@ -78,6 +79,7 @@ def summary(config, run: Run) -> str:
     record = run.record
     metrics, counters = record["metrics"], record["counters"]
     tokens = f"{counters.get('trained_tokens', 0):,} of {counters.get('tokens', 0):,} tokens"
+    backend = _told_backend(run)
     losses = [
         f"{name.removesuffix('_loss')} {metrics[name]:.3f}" for name in ("train_loss", "eval_loss") if name in metrics
     ]
@@ -87,6 +89,8 @@ def summary(config, run: Run) -> str:
         f"peak memory {record['peak_memory_mb']:,} MB",
         f"loss     {', '.join(losses)}",
     ]
+    if backend.get("name") == "unsloth":
+        lines.append(f"backend  Unsloth: {backend['verdict']}")
     worth = {name: counters[name] for name in ("bad_media", "bad_rows", "truncated", "cut_to_nothing", "long_audio",
              "reasoning_dropped", "inexact_turns", "diverged_steps") if counters.get(name)}  # fmt: skip
     if worth:
@@ -107,6 +111,13 @@ def summary(config, run: Run) -> str:
         )
     saved = "model" if config.full else "adapter"
     return "\n".join([*lines, f"run      {run.folder} (report.html, run.json, metrics.jsonl, {saved} and processor)"])
+
+
+def _told_backend(run: Run) -> dict:
+    """The backend, and, once there was a model, how much of Unsloth is in it."""
+    backend = run.record.get("backend") or {}
+    audit = {"verdict": backend["audit"]["verdict"]} if "audit" in backend else {}
+    return {name: backend[name] for name in ("name", "reason") if name in backend} | audit
 
 
 def _told_intervals(config, data: Data, steps: int) -> str:
@@ -166,16 +177,18 @@ def plan(config, run: Run, data: Data, model_config, collator) -> dict:
     }
     if data.prompts:
         result["eval_prompts"] = len(data.prompts)
+    result |= {"backend": _told_backend(run)}
     result |= {"precision": precision.reason, "quantization": quantized, "looked_at": looked_at, "counters": counters}
     lines = [
         f"model    {config.model} ({model_config.model_type}): {trains['trains']}; "
         f"{trains['trainable_parameters']:,} of {trains['total_parameters']:,} parameters",
         f"device   {precision.reason}; {quantized}",
+        f"backend  {run.record['backend']['name']}: {run.record['backend']['reason']}",
         f"data     {result['rows']} rows to train on, {result['eval_rows']} to evaluate on; {result['steps']} steps",
         f"rows     in the first {looked_at}: {_told(counters)}",
         f"run      would be written to {run.folder}",
     ]
-    lines.insert(3, f"every    {_told_intervals(config, data, result['steps'])}")
+    lines.insert(4, f"every    {_told_intervals(config, data, result['steps'])}")
     return result | {"summary": "\n".join(lines)}
 
 

@@ -91,6 +91,7 @@ def _head(run: dict, title: str) -> str:
         "Trains": model.get("trains"),
         "Trained parameters": count(trained) + share,
         "Precision": run.get("precision"),
+        "Backend": _backend(part(run, "backend", dict)),
         "Data": ", ".join(as_text(source) for source in part(data, "sources", list)),
         "Data fingerprint": data.get("fingerprint"),
         "Started": as_text(run.get("started")).replace("T", " "),
@@ -103,6 +104,12 @@ def _head(run: dict, title: str) -> str:
         f'<header><h1>{esc(title)}</h1><p>Status: <b class="{css}">{status}</b>{why}</p>'
         f'{demo if run.get("demo") is True else ""}<dl class="facts">{rows}</dl></header>'
     )
+
+
+def _backend(backend: dict) -> str:
+    """What trained, and whether Unsloth made it faster."""
+    name, verdict = as_text(backend.get("name")), as_text(part(backend, "audit", dict).get("verdict"))
+    return f"{name}, {verdict}" if name == "unsloth" and verdict else name
 
 
 def _figures(run: dict, metrics: list[dict]) -> str:
