@@ -27,8 +27,8 @@ made = [arguments.sft_arguments("out", chosen, **options), dpo]
 print(json.dumps([one.to_dict() for one in made], default=str))
 """
 # What Unsloth's configs add, and what of theirs has no effect on what is trained.
-OWN = """push_to_hub_token vllm_sampling_params unsloth_num_chunks unsloth_logit_chunk_multiplier unsloth_grpo_mini_batch max_seq_length
-context_parallel_size context_parallel_backend context_parallel_rotate_method""".split()
+OWN = """push_to_hub_token vllm_sampling_params unsloth_num_chunks unsloth_logit_chunk_multiplier max_seq_length
+unsloth_grpo_mini_batch context_parallel_size context_parallel_backend context_parallel_rotate_method""".split()
 HARMLESS = {"dataset_num_proc", "eval_accumulation_steps", "torch_empty_cache_steps", "loss_type"}
 
 

@@ -16,8 +16,8 @@ from .runs import versions
 FILE = "training_metadata.json"
 KEY = "custom_metadata"  # of adapter_config.json
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-TRAINING = """epochs max_steps batch_size grad_accum lr lora_r lora_alpha lora_dropout lora_targets full backend seed beta
-loss_type loss_weights label_smoothing center_rewards_coefficient""".split()
+TRAINING = """epochs max_steps batch_size grad_accum lr lora_r lora_alpha lora_dropout lora_targets full seed backend
+beta loss_type loss_weights label_smoothing center_rewards_coefficient""".split()
 
 
 def facts_of(config, record: dict, data, model, collator, own: dict) -> dict:
