@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from conftest import ASSETS
 
 HERE = Path(__file__).resolve().parent
@@ -44,3 +46,15 @@ def curve(folder: Path, *names: str) -> list[tuple]:
     """What was logged of each step, by name."""
     entries = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [tuple(entry[name] for name in names) for entry in entries if "loss" in entry]
+
+
+def assert_same(one, other, tolerance=1e-4):
+    (record, folder), (record2, folder2) = one, other
+    assert record["first_batch"]["hash"] == record2["first_batch"]["hash"]  # rows, ids, attention and labels
+    assert record["counters"] == record2["counters"] and record["model"]["trains"] == record2["model"]["trains"]
+    losses, losses2 = curve(folder, "loss", "learning_rate"), curve(folder2, "loss", "learning_rate")
+    assert len(losses) == record["steps"] and losses == [pytest.approx(step, abs=tolerance) for step in losses2]
+    gradients, gradients2 = curve(folder, "grad_norm"), curve(folder2, "grad_norm")
+    assert gradients == [pytest.approx(step, rel=1e-3) for step in gradients2]
+    if "eval_loss" in record["metrics"]:
+        assert record["metrics"]["eval_loss"] == pytest.approx(record2["metrics"]["eval_loss"], abs=tolerance)

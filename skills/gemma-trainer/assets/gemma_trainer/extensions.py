@@ -26,7 +26,7 @@ get_eval_dataloader log _run_epoch _save _save_checkpoint _get_train_sampler _ge
 def extend(trainer, config, run: Run, model, data: Data, collators):
     """Add to a trainer what the run's flags ask for; returns the trainer."""
     from . import audit
-    from .callbacks import KeepBest, MetricsFile, Progress, RunState, StopAfter, StopOnSignal, StopWhen
+    from .callbacks import KeepBest, MetricsFile, Progress, RunState, StopAfter, StopOnSignal, StopWhen, WarnOfCollapse
     from .first_batch import KeepFirstBatch
 
     trainer.logged_bytes = run.metrics_size
@@ -43,6 +43,7 @@ def extend(trainer, config, run: Run, model, data: Data, collators):
         trainer.stop,
         *trainer.enders,
         *best,
+        *([WarnOfCollapse(config.beta)] if config.task == "dpo" else []),
         *_watch(config, run, trainer, data, collators),
     ]
     for callback in added:

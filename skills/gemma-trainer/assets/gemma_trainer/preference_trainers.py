@@ -168,6 +168,7 @@ def dpo_arguments(output, precision, *, beta: float, loss_type: list[str], loss_
         loss_weights=loss_weights,
         label_smoothing=label_smoothing,
         precompute_ref_log_probs=False,
+        padding_free=False,
         disable_dropout=True,  # else the reference is another network at each step
     )
 

@@ -166,7 +166,6 @@ def make_sft_trainer(config, run: Run, model, processor, data: Data, collators):
 
 def make_dpo_trainer(config, run: Run, model, processor, data: Data, collators):
     """The trainer of a run of direct preference optimization."""
-    from .callbacks import WarnOfCollapse
     from .preference_trainers import GemmaDPOTrainer, dpo_arguments
 
     args = dpo_arguments(
@@ -181,7 +180,6 @@ def make_dpo_trainer(config, run: Run, model, processor, data: Data, collators):
         note("--full: a second copy of the weights is kept as the reference")
     more = {"own_reference": not config.adapter}
     trainer = _make(GemmaDPOTrainer, args, config, run, model, processor, data, collators, **more)
-    trainer.add_callback(WarnOfCollapse(config.beta))
     if not config.demo and (told := trainer.untuned(data.rows)):
         note(told)
     return trainer
