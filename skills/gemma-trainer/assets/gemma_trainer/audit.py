@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -33,8 +34,20 @@ def code_file(function) -> str:
 
 def in_unsloth(file: str) -> bool:
     """Whether code in this file is Unsloth's: of its packages, or what they wrote into their compiled cache."""
-    parts = Path(file).parts
-    return any(part in ("unsloth", "unsloth_zoo", "unsloth_compiled_cache") for part in parts)
+    return bool(file) and any(Path(file).resolve().is_relative_to(home) for home in _homes())
+
+
+def _homes() -> list[Path]:
+    packages = [sys.modules[name].__file__ for name in ("unsloth", "unsloth_zoo") if name in sys.modules]
+    if not packages:
+        return []
+    cache = _cache()
+    elsewhere = Path(tempfile.gettempdir()) / cache.name  # where it cannot write to that
+    return [path.resolve() for path in (*(Path(file).parent for file in packages), cache, elsewhere)]
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("UNSLOTH_COMPILE_LOCATION", "unsloth_compiled_cache"))
 
 
 def look_at(trainer, logits: bool | None = None) -> dict:
@@ -162,7 +175,7 @@ def _trainer_facts(trainer) -> dict:
 def _cache_facts() -> dict:
     if "unsloth" not in sys.modules:
         return {}
-    folder = Path(os.environ.get("UNSLOTH_COMPILE_LOCATION", "unsloth_compiled_cache"))
+    folder = _cache()
     return {"folder": str(folder), "files": len(list(folder.glob("*.py")))} if folder.is_dir() else {}
 
 
