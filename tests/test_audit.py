@@ -6,7 +6,6 @@ import sys
 import types
 
 import pytest
-import torch
 
 from conftest import talk
 from gemma_trainer import audit, extensions, unsloth_backend
@@ -143,4 +142,3 @@ def test_arguments_that_a_trainer_changes_are_put_back_or_refused():
     assert made.args.optim == "adamw_torch_fused"  # the same, in one kernel
     with pytest.raises(EnvironmentUnfit, match="Unsloth turned bf16 on"):
         unsloth_backend.keep_arguments(lambda: make(bf16=True), asked)
-    assert torch.is_grad_enabled()
