@@ -1,7 +1,7 @@
 PYTHON ?= python3
 SFT = skills/gemma-trainer/assets/sft_train.py
 
-.PHONY: demo test test-newest test-unsloth lint clean
+.PHONY: demo test test-newest test-unsloth verify-newest lint clean
 
 demo: .venv/installed
 	.venv/bin/python $(SFT) --max-len 2048
@@ -14,6 +14,9 @@ test-newest: .venv-newest/installed-test
 
 test-unsloth: .venv-unsloth/installed-test
 	.venv-unsloth/bin/python -m pytest -n 2 --dist loadfile tests/with_unsloth
+
+verify-newest: .venv/installed .venv-newest/installed-test
+	.venv/bin/python skills/gemma-trainer/assets/verify.py --python .venv-newest/bin/python
 
 lint: .venv/installed-test
 	.venv/bin/ruff check .

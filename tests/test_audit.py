@@ -77,7 +77,7 @@ WHOLE = {
         ({"switches": {"UNSLOTH_COMPILE_DISABLE": "partial"}}, "PARTLY", "UNSLOTH_COMPILE_DISABLE=partial"),
         ({"makes_logits": True}, "PARTLY", "whole logits"),
         ({"trainer": WHOLE["trainer"] | {"loop": "_inner_training_loop"}}, "PARTLY", "transformers' own"),
-        ({"trainer": WHOLE["trainer"] | {"of_unsloth": False}}, "PARTLY", "trl was imported before"),
+        ({"trainer": WHOLE["trainer"] | {"of_unsloth": False}}, "PARTLY", "has not rewritten it"),
         ({"model": {"of_unsloth": 0, "all": 100}}, "PARTLY", "no layer"),
         ({"model": {"of_unsloth": 0, "all": 9}, "adapters": {"of_unsloth": 0, "all": 4}}, "NOT", "no layer"),
         ({"adapters": {"of_unsloth": 0, "all": 0}}, "ACCELERATED", ""),  # all weights are trained

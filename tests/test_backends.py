@@ -29,7 +29,8 @@ def test_auto_takes_unsloth_on_cuda_where_it_is_installed(machine):
     machine("cuda")
     assert backends.decide("auto").name == "unsloth"
     machine("cuda", installed=False)
-    assert backends.decide("auto") == backends.Backend("hf", "Unsloth is not installed: pip install unsloth")
+    told = "Unsloth is not installed: pip install unsloth==2026.10.9 transformers==5.17.0 trl==1.14.2 datasets==4.8.5"
+    assert backends.decide("auto") == backends.Backend("hf", told)
     machine("cpu")
     assert backends.decide("auto") == backends.Backend("hf", "Unsloth does not accelerate on cpu")
 
@@ -42,6 +43,20 @@ def test_several_gpus_and_reward_models_are_left_to_the_plain_backend(machine, m
         backends.decide("unsloth", "reward")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert backends.decide("auto").name == "hf"
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert backends.decide("auto").name == "hf" and backends.decide("unsloth").name == "unsloth"
+
+
+def test_float32_on_a_gpu_is_left_to_the_plain_backend(machine):
+    """Where Unsloth would train in bfloat16 or float16."""
+    machine("cuda")
+    assert backends.decide("auto", precision="fp32") == backends.Backend("hf", backends.MIXED)
+    with pytest.raises(EnvironmentUnfit, match="--precision fp32 is for --backend hf"):
+        backends.decide("unsloth", precision="fp32")
+    assert backends.decide("auto", precision="bf16").name == "unsloth"
+    machine("cpu")
+    assert backends.decide("unsloth", precision="fp32").name == "unsloth"
 
 
 def test_a_mac_never_imports_unsloth(machine):

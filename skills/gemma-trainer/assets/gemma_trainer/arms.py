@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import backends
 from .errors import TrainerError, UsageError
 
 ASSETS = Path(__file__).resolve().parent.parent
@@ -59,11 +60,14 @@ def arm_of(role: str, name: str, python: str | None = None) -> Arm:
 
     Raises:
         UsageError: it is neither a backend nor the folder of a finished run of sft_train.py; or no interpreter.
+        EnvironmentUnfit: Unsloth is not installed here.
     """
     found = shutil.which(python) if python else sys.executable
     if found is None:
         raise UsageError(f"--python {python}: no such program")
     if name in BACKENDS:
+        if not python:  # told before anything is trained, where it is not installed
+            backends.decide(name)
         return Arm(role, name, found)
     if python:
         raise UsageError(f"--python trains the --{role} arm anew: give {' or '.join(BACKENDS)}, not a run")

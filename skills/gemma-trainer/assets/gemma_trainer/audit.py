@@ -16,7 +16,8 @@ import torch
 
 SWITCHES = """UNSLOTH_COMPILE_DISABLE UNSLOTH_FORCE_FLOAT32 UNSLOTH_RETURN_LOGITS UNSLOTH_ENABLE_FULL_FINETUNING
 UNSLOTH_MIXED_PRECISION UNSLOTH_BLOCK_COMPILE UNSLOTH_ALLOW_CPU UNSLOTH_FORCE_CPU UNSLOTH_ENABLE_CCE""".split()
-VERDICTS = ("ACCELERATED", "PARTLY", "NOT")
+
+LOOP = "_fast_inner_training_loop"  # what Unsloth names the training loop that it puts into transformers
 
 
 def code_file(function) -> str:
@@ -58,8 +59,8 @@ def look_at(trainer, logits: bool | None = None) -> dict:
         logits: what `makes_logits` found; None where nobody looked.
 
     Returns:
-        {"verdict": one of `VERDICTS`, "reasons": [str], "import": {...}, "model": {...}, "adapters": {...}, "trainer":
-        {...}, "switches": {...}, "cache": {...}}
+        {"verdict": "ACCELERATED", "PARTLY" or "NOT", "reasons": [str], "import": {...}, "model": {...}, "adapters":
+        {...}, "trainer": {...}, "switches": {...}, "cache": {...}}
     """
     facts = {
         "import": _import_facts(),
@@ -83,10 +84,10 @@ def judge(facts: dict) -> tuple[str, list[str]]:
     if imported["backend"] != "gpu":
         return "NOT", [f"Unsloth took its {imported['backend']} backend, which changes nothing that takes time"]
     lacking = []
-    if facts["trainer"]["loop"] != "_fast_inner_training_loop":
+    if facts["trainer"]["loop"] != LOOP:
         lacking.append(f"the training loop is transformers' own ({facts['trainer']['loop']})")
     if not facts["trainer"]["of_unsloth"]:
-        lacking.append(f"the trainer is TRL's own ({facts['trainer']['module']}): trl was imported before Unsloth")
+        lacking.append(f"the trainer is TRL's own ({facts['trainer']['module']}): Unsloth has not rewritten it")
     if not facts["model"]["of_unsloth"]:
         lacking.append("no layer of the model was rewritten")
     if facts["adapters"]["of_unsloth"] < facts["adapters"]["all"]:
@@ -127,10 +128,13 @@ def summary(found: dict) -> str:
     imported, trainer = found["import"], found["trainer"]
     lines = [f"verdict  {found['verdict']}"]
     lines += [f"         {reason}" for reason in found["reasons"]]
+    if found.get("reason"):
+        lines.append(f"backend  {found['backend']}: {found['reason']}")
     if imported["unsloth"]:
         lines.append(f"import   Unsloth {imported['version']}, {imported['backend']} backend, before what it patches")
-    lines.append(f"loop     {trainer['loop']}")
-    lines.append(f"trainer  {trainer['module']} ({'Unsloth' if trainer['of_unsloth'] else 'TRL'})")
+    own = "Unsloth's" if trainer["loop"] == LOOP else "transformers' own"
+    lines.append(f"loop     {trainer['loop']} ({own})")
+    lines.append(f"trainer  {trainer['module']} ({_whose(trainer['of_unsloth'])})")
     for name, told in (("model", "model"), ("adapters", "lora")):
         lines.append(f"{told:8} {found[name]['of_unsloth']} of {found[name]['all']} forwards are Unsloth's")
     if "makes_logits" in found:
@@ -140,6 +144,10 @@ def summary(found: dict) -> str:
     if cache := found["cache"]:
         lines.append(f"cache    {cache['files']} files in {cache['folder']}")
     return "\n".join(lines)
+
+
+def _whose(of_unsloth: bool) -> str:
+    return "Unsloth's" if of_unsloth else "TRL's own"
 
 
 def _import_facts() -> dict:

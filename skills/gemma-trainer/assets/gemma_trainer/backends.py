@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .cli import note
 from .errors import EnvironmentUnfit
+from .packages import TESTED
 
 PATCHED = ("transformers", "trl", "peft")  # what has to come after Unsloth
 FELL_BACK = "GEMMA_TRAINER_FELL_BACK"  # holds why a process was begun anew without Unsloth
@@ -23,6 +24,11 @@ ON_A_MAC = (
     "GPU through PyTorch; for MLX itself: python -m mlx_vlm.lora --help"
 )
 NO_SCORES = "reward models are trained with --backend hf: Unsloth loads the model that speaks in their place"
+# With the versions that it accepts beside it; what pip takes by itself may be none of ours.
+INSTALL = "pip install " + " ".join(
+    f"{name}=={TESTED['default'][name]}" for name in ("unsloth", "transformers", "trl", "datasets")
+)
+MIXED = "on a GPU Unsloth trains in mixed precision: --precision fp32 is for --backend hf"
 
 
 @dataclass(frozen=True)
@@ -33,19 +39,20 @@ class Backend:
     reason: str
 
 
-def decide(wanted: str = "auto", task: str = "sft") -> Backend:
+def decide(wanted: str = "auto", task: str = "sft", precision: str = "auto") -> Backend:
     """The backend of a run. Imports torch at the most, and only where the answer depends on the device.
 
     Args:
-        wanted: "auto" (Unsloth where it is installed and a CUDA GPU trains), "unsloth" or "hf".
+        wanted: "auto" (Unsloth where it is installed and one CUDA GPU trains), "unsloth" or "hf".
         task: "sft", "dpo" or "reward".
+        precision: as --precision has it.
 
     Raises:
         EnvironmentUnfit: Unsloth is asked for where it is not installed or cannot do this.
     """
     if wanted == "hf":
         return Backend("hf", os.environ.pop(FELL_BACK, "asked for"))
-    if hindrance := _hindrance(task):
+    if hindrance := _hindrance(task, precision):
         if wanted == "unsloth":
             raise EnvironmentUnfit(f"--backend unsloth: {hindrance}")
         return Backend("hf", hindrance)
@@ -55,12 +62,14 @@ def decide(wanted: str = "auto", task: str = "sft") -> Backend:
 
     if (device := device_type()) != "cuda":
         return Backend("hf", f"Unsloth does not accelerate on {device}")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        return Backend("hf", "several GPUs: Unsloth is for one")
+    import torch
+
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or torch.cuda.device_count() > 1:
+        return Backend("hf", "several GPUs: Unsloth is for one (CUDA_VISIBLE_DEVICES=0 shows it one)")
     return Backend("unsloth", "installed, and a CUDA GPU trains")
 
 
-def _hindrance(task: str) -> str:
+def _hindrance(task: str, precision: str) -> str:
     """Why Unsloth cannot be taken here; empty where it can."""
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return ON_A_MAC
@@ -68,18 +77,22 @@ def _hindrance(task: str) -> str:
         return NO_SCORES
     found = find_spec("unsloth")
     if found is None or found.origin is None:  # a mere folder of that name
-        return "Unsloth is not installed: pip install unsloth"
+        return f"Unsloth is not installed: {INSTALL}"
+    if precision == "fp32":
+        from .precision import device_type
+
+        return MIXED if device_type() == "cuda" else ""
     return ""
 
 
-def start(wanted: str = "auto", task: str = "sft") -> Backend:
+def start(wanted: str = "auto", task: str = "sft", precision: str = "auto") -> Backend:
     """Decide, and import Unsloth where it is taken. An import that fails under "auto" begins this process anew with
     --backend hf: what Unsloth had patched by then cannot be taken back.
 
     Raises:
         EnvironmentUnfit: as `decide`; Unsloth cannot be imported, or something it patches was imported before it.
     """
-    backend = decide(wanted, task)
+    backend = decide(wanted, task, precision)
     if backend.name == "hf":
         return backend
     if early := [name for name in PATCHED if name in sys.modules]:

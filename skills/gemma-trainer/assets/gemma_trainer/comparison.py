@@ -6,6 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
+ROLES = ("baseline", "against")
 NOISE = 3  # differences up to so many times the baseline's own are its own
 SMALL = 0.01  # below it, differences are taken relative to it: a loss near 0 has few digits that mean anything
 TOO_MUCH = 1.25  # times the memory, or the time, is worse
@@ -222,7 +223,8 @@ def _worse_cost(speed: dict | None, memory: dict | None):
 
 def told_ratio(found: dict) -> str:
     """A ratio with its spread."""
-    return f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+    spread = f" ({found['low']:.2f} to {found['high']:.2f})" if found["pairs"] > 1 else ""
+    return f"{found['ratio']:.2f}{spread}"
 
 
 def _other_batch(labels: dict):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from .comparison import NOISE, told_ratio, told_reload
+from .comparison import NOISE, ROLES, told_ratio, told_reload
 from .files import write_whole
 from .page import BOX, at, axis, count, document, esc, figure_grid, frame, num, table
 
-ROLES = ("baseline", "against")
 CURVES = {"loss": "Loss", "grad_norm": "Gradient norm"}
 # The other arm is drawn in dashes over the baseline, so that equal curves are both seen.
 CSS = """.baseline { --mark: var(--train); } .against { --mark: var(--eval); } path.against { stroke-dasharray: 6 5; }

@@ -179,8 +179,8 @@ def trl_scores_trained_only(device: str) -> bool:
     """Whether the installed TRL's own loss head scores the trained positions alone on this device.
 
     TRL 1.14's `chunked_nll` does everywhere; the fused head that replaced it does where it has Triton, and scores
-    every position elsewhere (trl/trainer/utils.py, `add_fused_lm_head`). Unsloth puts trainers of its own in their
-    place, whose loss is that of whole sequences.
+    every position elsewhere (trl/trainer/utils.py, `add_fused_lm_head`). Beside Unsloth, which rewrites TRL's trainers
+    on a GPU and patches them on a CPU, nothing is relied upon.
     """
     if "unsloth" in sys.modules:
         return False

@@ -43,7 +43,7 @@ def prepare(config, script: str):
         each for training and evaluation.
     """
     check_flags(config)
-    backend = backends.start(config.backend, config.task)
+    backend = backends.start(config.backend, config.task, config.precision)
     config = with_defaults(dataclasses.replace(config, backend=backend.name))
     run = open_run(config, script)
     run.record["backend"] = dataclasses.asdict(backend)

@@ -74,6 +74,7 @@ def load_model(config, run: Run, model_config, processor):
     quantize, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
     through = _load_with_unsloth if config.backend == "unsloth" else _load
     model = through(config, model_config, processor, precision, quantize)
+    reason = precision.reason + (unsloth_backend.caveat() if config.backend == "unsloth" else "")
     run.open(4 * checkpoint_bytes(model))  # three checkpoints, since a new one is whole before an old one goes
     if not config.full:
         _name_base(config, run, model, model_config)
@@ -84,10 +85,10 @@ def load_model(config, run: Run, model_config, processor):
         "family": model_config.model_type,
         **models.describe_trained(model),
     }
-    run.save_record(model=facts, precision=precision.reason, quantization=quantized, versions=versions())
+    run.save_record(model=facts, precision=reason, quantization=quantized, versions=versions())
     counts = f"{facts['trainable_parameters']:,} of {facts['total_parameters']:,} parameters"
     note(f"{config.model}: {facts['trains']}; {counts}")
-    note(f"{precision.reason}; {quantized}")
+    note(f"{reason}; {quantized}")
     return model
 
 

@@ -7,6 +7,7 @@ Facts are those of Unsloth 2026.10.9: unsloth/models/loader.py, vision.py and rl
 from __future__ import annotations
 
 import copy
+import os
 
 from . import models
 from .errors import CannotLoad, EnvironmentUnfit
@@ -25,6 +26,12 @@ def on_a_cpu() -> bool:
 def checkpoints_itself(backend: str) -> bool:
     """Whether the model, and not the trainer, has been told of gradient checkpointing."""
     return backend == "unsloth" and not on_a_cpu()
+
+
+def caveat() -> str:
+    """What Unsloth makes of the number format that was chosen, where that is another."""
+    forced = os.environ.get("UNSLOTH_FORCE_FLOAT32") == "1"
+    return "; Unsloth computes parts of it in float16, since this GPU has no bfloat16" if forced else ""
 
 
 def load_model(name: str, dtype, max_length: int, quantize: bool, full: bool, checkpointing: bool):

@@ -18,12 +18,11 @@ from pathlib import Path
 from . import arms, comparison, sources
 from .arms import Arm, ArmFailed
 from .cli import note
-from .comparison import Tolerance
+from .comparison import ROLES, Tolerance
 from .demo import SAMPLES
 from .errors import UsageError
 from .files import finite, user_path, write_whole
 
-ROLES = ("baseline", "against")
 SMOKE_STEPS = 3
 ARGUMENTS, PAGE, RESULT = "arguments.json", "verify.html", "verify.json"
 OWN = (ARGUMENTS, PAGE, RESULT, "*.log", "baseline-*", "against-*")  # what --overwrite removes, and nothing else
