@@ -29,8 +29,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
+
+faulthandler.enable()  # tells which import it was, where a package takes Python down with it
 
 if sys.version_info < (3, 11):  # noqa: UP036  nothing below can be read by it
     told = f"this is Python {sys.version.split()[0]}, and 3.11 to 3.13 is needed: uv run --python 3.12 doctor.py"

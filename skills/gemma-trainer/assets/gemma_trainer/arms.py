@@ -6,6 +6,7 @@ A process for each, since what a training stack patches is patched for good: the
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -15,11 +16,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import backends
+from . import backends, sources
 from .errors import TrainerError, UsageError
 
 ASSETS = Path(__file__).resolve().parent.parent
 BACKENDS = ("hf", "unsloth")
+PLACES = ("dataset", "eval_dataset", "model", "adapter", "media_root")  # arguments that may name files or folders
 # Arguments of a run that say nothing about what its curve is.
 BESIDE = """backend output overwrite resume epochs max_steps eval_dataset save_steps eval_steps stop_when best_by
 max_minutes auto_batch metadata metadata_file report_to report_samples save_first_batch dry_run json debug eval_prompts
@@ -65,6 +67,8 @@ def arm_of(role: str, name: str, python: str | None = None) -> Arm:
     found = shutil.which(python) if python else sys.executable
     if found is None:
         raise UsageError(f"--python {python}: no such program")
+    if python:
+        _check_python(found)
     if name in BACKENDS:
         if not python:  # told before anything is trained, where it is not installed
             backends.decide(name)
@@ -80,13 +84,50 @@ def arm_of(role: str, name: str, python: str | None = None) -> Arm:
         raise UsageError(f"--{role} {name} is no run of sft_train.py")
     if not ended:
         raise UsageError(f"--{role} {name}: the run did not train all of its steps, which its curve depends on")
+    _check_record(f"--{role} {name}", record)
     return Arm(role, name, found, record)
 
 
 def arguments_of(record: dict) -> dict:
     """The arguments of a run that another must have to be comparable, without `max_steps`."""
-    found = {name: value for name, value in record["arguments"].items() if name not in BESIDE}
+    found = {name: value for name, value in located(record).items() if name not in BESIDE}
     return found | {"dataset": found["dataset"] or record["data"]["sources"]}
+
+
+def located(record: dict) -> dict:
+    """The arguments of a run, whose files and folders are found from wherever."""
+    there = Path(record.get("directory", "."))
+
+    def place(value):
+        if isinstance(value, list):
+            return list(map(place, value))
+        path = there / value if isinstance(value, str) and value else None
+        found = path and not os.path.isabs(value) and (path.exists() or glob.has_magic(value) and glob.glob(str(path)))
+        return str(path) if found else value
+
+    return {name: place(value) if name in PLACES else value for name, value in record["arguments"].items()}
+
+
+def _check_record(flag: str, record: dict) -> None:
+    """Refuse a run whose record lacks what a comparison needs, or whose data are not what they were (UsageError)."""
+    needed = {"arguments": dict, "data": dict, "precision": str, "quantization": str, "versions": dict}
+    if lacking := [name for name, kind in needed.items() if not isinstance(record.get(name), kind)]:
+        raise UsageError(f"{flag}: its run.json is damaged, or of an older version: it lacks {lacking[0]}")
+    data, names = record["data"], located(record).get("dataset") or record["data"].get("sources", [])
+    sources.must_exist(*names)
+    if data.get("fingerprint") != sources.fingerprint(names, data.get("rows", 0)):
+        raise UsageError(f"{flag}: the data that it was trained on have changed since, or are elsewhere: {names[0]}")
+
+
+def _check_python(program: str) -> None:
+    """Refuse what is no interpreter (UsageError)."""
+    try:
+        command = [program, "-c", "import sys; print(sys.version_info >= (3, 11))"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL).stdout
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        said = ""
+    if said.strip() != "True":
+        raise UsageError(f"--python {program}: this is no Python 3.11 or later")
 
 
 def run(command: list[str], log: Path, more: dict[str, str] | None = None) -> tuple[int, str]:
@@ -129,10 +170,10 @@ def train(arm: Arm, folder: Path, steps: int, *flags: str) -> dict:
         result = json.loads(stdout)
     except ValueError:
         result = {}
-    if code:
+    if code or not result:
         error = result.get("error") or {}
-        died = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        message = f"{arm.told}: {error.get('message') or died} (all it said: {log})"
+        died = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}, and without a result"
+        message = f"{arm.told}: {(error.get('message') or died).splitlines()[0]} (all it said: {log})"
         raise ArmFailed(message, max(code, 1), error.get("kind", "fault"))
     for checkpoint in folder.glob("checkpoint-*"):  # of no use here, and as large as what is kept
         shutil.rmtree(checkpoint)

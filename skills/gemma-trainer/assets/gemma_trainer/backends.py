@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .cli import note
-from .errors import EnvironmentUnfit
+from .errors import EnvironmentUnfit, Interrupted
 from .packages import TESTED
 
 PATCHED = ("transformers", "trl", "peft")  # what has to come after Unsloth
@@ -51,7 +51,9 @@ def decide(wanted: str = "auto", task: str = "sft", precision: str = "auto") -> 
         EnvironmentUnfit: Unsloth is asked for where it is not installed or cannot do this.
     """
     if wanted == "hf":
-        return Backend("hf", os.environ.pop(FELL_BACK, "asked for"))
+        return Backend("hf", "asked for")
+    if wanted == "auto" and FELL_BACK in os.environ:
+        return Backend("hf", os.environ[FELL_BACK])
     if hindrance := _hindrance(task, precision):
         if wanted == "unsloth":
             raise EnvironmentUnfit(f"--backend unsloth: {hindrance}")
@@ -86,8 +88,8 @@ def _hindrance(task: str, precision: str) -> str:
 
 
 def start(wanted: str = "auto", task: str = "sft", precision: str = "auto") -> Backend:
-    """Decide, and import Unsloth where it is taken. An import that fails under "auto" begins this process anew with
-    --backend hf: what Unsloth had patched by then cannot be taken back.
+    """Decide, and import Unsloth where it is taken. An import that fails under "auto" begins this process anew, without
+    it: what it had patched by then cannot be taken back.
 
     Raises:
         EnvironmentUnfit: as `decide`; Unsloth cannot be imported, or something it patches was imported before it.
@@ -100,7 +102,9 @@ def start(wanted: str = "auto", task: str = "sft", precision: str = "auto") -> B
     _prepare_environment()
     try:
         import unsloth  # noqa: F401
-    except Exception as problem:  # whatever a GPU, a driver or a package that does not fit makes it raise
+    except (KeyboardInterrupt, Interrupted):
+        raise
+    except BaseException as problem:  # whatever a GPU, a driver or a package that does not fit makes it raise
         lines = str(problem).strip().splitlines()
         why = f"Unsloth cannot be imported ({type(problem).__name__}: {lines[0] if lines else ''})"[:300]
         if wanted == "unsloth":
@@ -114,7 +118,7 @@ def _begin_anew(why: str) -> None:
     os.environ[FELL_BACK] = why
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--backend", "hf"])
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _prepare_environment() -> None:

@@ -39,7 +39,7 @@ LESS_MEMORY = (
 
 def build_parser(flags: type, description: str, examples: str, command: str = "") -> argparse.ArgumentParser:
     """A parser with one flag for each field of the dataclass `flags`, in order."""
-    trains = any(field.name == "batch_size" for field in dataclasses.fields(flags))
+    trains = any(field.name == "auto_batch" for field in dataclasses.fields(flags))
     codes = getattr(flags, "exit_codes", EXIT_CODES if trains else EXIT_CODES_DATA)
     parser = _parser(description, examples, command, codes)
     if trains:
@@ -226,9 +226,9 @@ def _run(read, argv: list[str]) -> int:
         sys.stdout = stdout
         return _print_result(result, config)
     except BaseException as problem:
-        if isinstance(problem, SystemExit):
+        if isinstance(problem, SystemExit) and config is None:  # of --help
             raise
-        error = as_error(problem, hasattr(config, "batch_size"))
+        error = as_error(problem, hasattr(config, "auto_batch"))
         if "--debug" in argv or (config and config.debug):
             traceback.print_exc()
         note(f"error: {error}")

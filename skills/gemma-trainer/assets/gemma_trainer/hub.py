@@ -28,14 +28,18 @@ def unreachable() -> str:
 def connection() -> Item:
     from huggingface_hub import get_token
 
-    token = "a token is set" if get_token() else "no token is set, which gated models need (`hf auth login`)"
-    problem, facts = unreachable(), {"token": bool(get_token())}
+    try:
+        token = get_token()
+    except OSError as problem:
+        return warn(f"the hub's folder cannot be read ({told(problem)})", "export HF_HOME=/a/folder/of/yours")
+    problem, facts = unreachable(), {"token": bool(token)}
     if problem.startswith("offline"):
         return ok(f"{problem}: models must be local", offline=True, **facts)
     if problem:
         mend = "check the network and HTTPS_PROXY; or HF_HUB_OFFLINE=1 with models that are local"
         return warn(f"cannot be reached ({problem}): models must be local", mend, offline=False, **facts)
-    return ok(f"can be reached; {token}", offline=False, **facts)
+    shown = "a token is set" if token else "no token is set, which gated models need (`hf auth login`)"
+    return ok(f"can be reached; {shown}", offline=False, **facts)
 
 
 def is_local(model: str) -> bool:
@@ -45,12 +49,16 @@ def is_local(model: str) -> bool:
 def gemma(name: str) -> Item:
     """Whether a model can be had, is a Gemma that is supported, and has all that training needs."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     if name == "demo":
         return ok("demo: a tiny random Gemma 4, made when it is needed")
     if is_local(name):
         return _whole_model(name, name)
-    config = try_to_load_from_cache(name, "config.json")
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise CannotLoad(f"{name} is no folder here, and no name that the hub could have: check it") from None
     if isinstance(config, str) and _has_weights(Path(config).parent):
         return _whole_model(str(Path(config).parent), f"{name} in the local cache")
     if problem := unreachable():

@@ -29,6 +29,9 @@ def load_config(name: str):
 
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         raise CannotLoad(f"--model {name}: no such folder")
+    if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
+        told = f"{name} is an adapter of {base_of(name)}: --model is for that"
+        raise CannotLoad(f"{told}, --adapter (sft_train.py, dpo_train.py) for this")
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as problem:  # broken files make transformers raise whatever they happen to hit

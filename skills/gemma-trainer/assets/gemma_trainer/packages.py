@@ -89,7 +89,7 @@ def run(name: str, check: Callable[[], Item], debug: bool = False) -> Item:
         item = warn(f"not known, since {missing} does not work here", f"mend {missing} first")
     except TrainerError as problem:
         item = fail(*_finding_and_remedy(problem))
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         if debug:
             traceback.print_exc()
         absent = problem.name if isinstance(problem, ModuleNotFoundError) else None
@@ -250,7 +250,7 @@ def import_problem(name: str) -> str:
     try:
         importlib.import_module(name)
         return ""
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         return told(problem)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -248,6 +249,7 @@ def train(config, run: Run, trainer, data: Data) -> None:
         best=None,  # of the run that is resumed
         demo=config.demo,
         command=shlex.join(["python", *sys.argv]),
+        directory=os.getcwd(),  # which relative names are of
         arguments=dataclasses.asdict(config),
         data={
             "sources": data.names,

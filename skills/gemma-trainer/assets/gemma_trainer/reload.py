@@ -13,6 +13,7 @@ import traceback
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from . import arms
 from .flags import CollatorFlags, PolicyFlags
 from .precision import device_type
 
@@ -24,7 +25,7 @@ class Arguments(CollatorFlags, PolicyFlags):
     @classmethod
     def of(cls, record: dict) -> Arguments:
         names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in record["arguments"].items() if name in names})
+        return cls(**{name: value for name, value in arms.located(record).items() if name in names})
 
 
 def plain_model(folder: Path, record: dict):
@@ -68,15 +69,15 @@ def compare(folder: Path) -> dict:
     rows = [data.rows[index] for index in held["indices"]]
     again = first_batch.facts_of(batch := collator(rows), batch.rows)
     found = first_batch.log_probs(model, collator, rows)
-    # Where the rows make other batches now, which `hash_same` tells, there may be more of them, or fewer.
-    pairs = [pair for rows in zip(held["log_probs"], found, strict=True) for pair in zip(*rows, strict=False)]
+    same = again["hash"] == record["first_batch"]["hash"]  # else the rows make other batches now, of other lengths
+    pairs = [pair for rows in zip(held["log_probs"], found, strict=True) for pair in zip(*rows, strict=same)]
     apart = [abs(then - now) if math.isfinite(then - now) else math.inf for then, now in pairs]
     said = _answers(record, data, model, collator)
     return {
         "positions": len(apart),
         "max_difference": max(apart, default=0.0),
         "mean_difference": sum(apart) / max(len(apart), 1),
-        "hash_same": again["hash"] == record["first_batch"]["hash"],
+        "hash_same": same,
         "answers": len(record.get("samples") or []),
         "answers_same": sum(said),
     }

@@ -8,6 +8,7 @@ result = conclude(work, told, runs)
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -226,7 +227,7 @@ def compare(work: Work, runs: dict[str, list[Path]]) -> dict:
     records = {role: _read(runs[role][0] / "run.json") for role in ROLES}
     logged = {role: [[e for e in metrics_of(folder) if "loss" in e] for folder in runs[role]] for role in ROLES}
     precision = {role: records[role]["precision"].split()[0] for role in ROLES}
-    batches = {role: records[role].get("first_batch", {}) | _read(runs[role][0] / "first_batch.json") for role in ROLES}
+    batches = {role: _first_batch(records[role], runs[role][0]) for role in ROLES}
     speeds, peaks = (
         {role: [figure(entries) for entries in logged[role]] for role in ROLES}
         for figure in (comparison.tokens_per_second, _peak_memory)
@@ -246,7 +247,36 @@ def compare(work: Work, runs: dict[str, list[Path]]) -> dict:
 
 
 def _read(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """A JSON object; empty where there is no file.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    if not path.is_file():
+        return {}
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    raise UsageError(f"{path} is damaged: it holds no JSON object")
+
+
+def _first_batch(record: dict, folder: Path) -> dict:
+    """What is known of a run's first batch; nothing where it was made by an older version.
+
+    Raises:
+        UsageError: its file is damaged.
+    """
+    known, held = record.get("first_batch"), _read(folder / "first_batch.json")
+    if not isinstance(known, dict) or not known.keys() >= {"rows", "hash", "trained_tokens"}:
+        return {}
+    if not held:
+        return known
+    lines = [held.get(name) for name in ("rows", "input_ids", "labels")]
+    whole = all(isinstance(line, list) for line in lines) and len(lines[1]) == len(lines[2])
+    if not whole or any(len(ids) != len(labels) for ids, labels in zip(*lines[1:], strict=True)):
+        raise UsageError(f"{folder / 'first_batch.json'} is damaged: ids and labels do not match")
+    return known | held
 
 
 def _peak_memory(logged: list[dict]) -> float | None:
