@@ -132,3 +132,11 @@ def test_a_folder_with_a_broken_file_cannot_be_loaded(model_folder, tmp_path, fi
 def test_lora_targets_that_are_misspelt_are_refused(model, targets):
     with pytest.raises(UsageError):
         models.lora_modules(model, targets)
+
+
+def test_an_adapter_in_the_place_of_a_model_is_told_with_its_base(tmp_path):
+    from peft import LoraConfig
+
+    LoraConfig(base_model_name_or_path="org/base").save_pretrained(tmp_path)
+    with pytest.raises(CannotLoad, match="is an adapter of org/base: --model is for that"):
+        models.load_config(str(tmp_path))

@@ -16,7 +16,7 @@ import pytest
 import verify
 
 from conftest import ASSETS, SAMPLES
-from gemma_trainer import cli, comparison, comparison_page, reload, verification
+from gemma_trainer import arms, cli, comparison, comparison_page, reload, sources, verification
 from gemma_trainer.arms import ArmFailed
 from gemma_trainer.comparison import CURVES, Tolerance, compare_batches, compare_curves, judge
 from gemma_trainer.errors import UsageError
@@ -129,7 +129,8 @@ def test_without_unsloth_the_exit_code_is_4_and_one_line_says_why(same, script, 
 
 def test_a_failing_arm_is_worse_and_a_failing_baseline_passes_its_error_on(same, tmp_path):
     broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho 'this one is broken' >&2\nexit 6\n")
+    python = f'if [ "$1" = -c ]; then exec {shlex.quote(sys.executable)} "$@"; fi'
+    broken.write_text(f"#!/bin/sh\n{python}\necho 'this one is broken' >&2\nexit 6\n")
     broken.chmod(0o755)
     result = verified("--baseline", same[2] / "baseline-1", "--python", broken, "--output", tmp_path / "v")
     assert (result["verdict"], result["exit_code"]) == ("WORSE", 8) and "exit code 6" in result["reasons"][0]
@@ -165,6 +166,8 @@ def test_terminated_it_leaves_no_process_behind(tmp_path):
     [
         (["--baseline", "nothing-of-the-kind"], "neither hf, unsloth nor the folder of a finished run"),
         (["--python", "/no/such/python"], "no such program"),
+        (["--python", "/bin/true"], "this is no Python 3.11 or later"),
+        (["--python", str(SAMPLES / "train.jsonl")], "no such program"),
         (["--against", "hf", "--steps", "2"], "--steps must be at least 3"),
         (["--against", "hf", "--repeats", "0"], "--repeats at least 1"),
     ],
@@ -193,6 +196,65 @@ def test_the_other_arm_takes_the_arguments_of_the_run(same):
     arguments = verification._arguments(config, record)
     assert arguments["dataset"] == [str(SAMPLES / "train.jsonl")] and arguments["batch_size"] == 8
     assert arguments["seed"] == 5 and not {"output", "max_steps", "backend", "json"} & arguments.keys()
+
+
+@pytest.fixture
+def record(tmp_path):
+    """The folder of a run that was trained on `rows.jsonl`, as seen from the folder `tmp_path / "there"`."""
+    there = tmp_path / "there"
+    (there / "gemma").mkdir(parents=True)
+    (there / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    held = {"script": "sft_train", "status": "done", "steps": 3, "total_steps": 3, "versions": {}}
+    held |= {"directory": str(there), "precision": "float32 on cpu", "quantization": "none"}
+    held["arguments"] = {"model": "./gemma", "dataset": ["rows.jsonl", "org/name:train"], "eval_dataset": ["*.jsonl"]}
+    fingerprint = sources.fingerprint([str(there / "rows.jsonl"), "org/name:train"], 1)
+    held["data"] = {"sources": ["rows.jsonl"], "rows": 1, "fingerprint": fingerprint}
+    (there / "run").mkdir()
+    (there / "run" / "run.json").write_text(json.dumps(held))
+    return there / "run"
+
+
+def test_the_files_of_a_run_are_those_of_the_folder_it_was_trained_in(record, monkeypatch, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "rows.jsonl").write_text('{"prompt": "another", "completion": "one"}\n')
+    monkeypatch.chdir(elsewhere)
+    found = arms.arm_of("baseline", str(record)).record
+    there = record.parent
+    assert arms.located(found)["dataset"] == [str(there / "rows.jsonl"), "org/name:train"]
+    assert arms.located(found)["model"] == str(there / "gemma")
+    assert arms.located(found)["eval_dataset"] == [str(there / "*.jsonl")]
+    (there / "rows.jsonl").write_text('{"prompt": "a", "completion": "c, which is not b"}\n')
+    with pytest.raises(UsageError, match="have changed since"):
+        arms.arm_of("baseline", str(record))
+
+
+@pytest.mark.parametrize("lost", ["arguments", "data", "precision", "versions"])
+def test_a_record_that_lacks_something_is_refused_before_anything_is_loaded(record, lost):
+    held = json.loads((record / "run.json").read_text())
+    del held[lost]
+    (record / "run.json").write_text(json.dumps(held))
+    with pytest.raises(UsageError, match=f"it lacks {lost}"):
+        arms.arm_of("against", str(record))
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"rows": ["a"], "input_ids": [[1, 2]], "labels": [[1]]}'])
+def test_a_damaged_first_batch_is_told(record, damage):
+    known = {"rows": ["a"], "hash": "x", "trained_tokens": 1}
+    (record / "first_batch.json").write_text(damage)
+    with pytest.raises(UsageError, match="is damaged"):
+        verification._first_batch({"first_batch": known}, record)
+    (record / "first_batch.json").unlink()
+    assert verification._first_batch({"first_batch": known}, record) == known
+    assert verification._first_batch({}, record) == {}
+
+
+def test_a_loop_that_compares_nothing_does_not_pass(same, tmp_path):
+    run = shutil.copytree(same[2] / "baseline-1", tmp_path / "run")
+    held = json.loads((run / "first_batch.json").read_text())
+    held["log_probs"] = [[] for _ in held["log_probs"]]
+    (run / "first_batch.json").write_text(json.dumps(held))
+    assert "error" in reload.main([str(run)])[0]
 
 
 # ---- curves
@@ -349,9 +411,9 @@ def test_data_never_shows_as_markup_on_the_page(tmp_path):
     other = compare_batches(
         batch(rows=["<b>:1", "a:2"]), batch(rows=["<b>:1", "a:2"], labels=((5, 5, 6), (-100, 7, -100)))
     )
-    arms = {role: {"arm": "hf", "python": "python"} for role in ("baseline", "against")}
-    versions = dict.fromkeys(arms, {"torch": "2"})
-    more = {"steps": 2, "demo": False, "arms": arms, "versions": versions, "data_same": True, "report": "r"}
+    both = {role: {"arm": "hf", "python": "python"} for role in ("baseline", "against")}
+    versions = dict.fromkeys(both, {"torch": "2"})
+    more = {"steps": 2, "demo": False, "arms": both, "versions": versions, "data_same": True, "report": "r"}
     curves = {name: NOT_A_CURVE | {"noise": 0.0} for name in ("loss", "grad_norm")} | {
         "precision": "float32",
         "why": "w",
@@ -359,7 +421,7 @@ def test_data_never_shows_as_markup_on_the_page(tmp_path):
     even = {"baseline": 1.0, "ratio": 1.0, "low": 1.0, "high": 1.0, "pairs": 1}
     result = facts(labels=other, curves=curves, speed=even, memory=even) | more
     result |= {"verdict": "DIFFERENT", "reasons": ["labels: <b>:1 differs"]}
-    logged = {role: [{"step": 1, "loss": 2.0}, {"step": 2, "loss": math.nan}] for role in arms}
+    logged = {role: [{"step": 1, "loss": 2.0}, {"step": 2, "loss": math.nan}] for role in both}
     comparison_page.write_page(tmp_path / "page.html", result, logged)
     page = (tmp_path / "page.html").read_text()
     assert "<b>:1" not in page and "&lt;b&gt;:1" in page and "labels, against" in page and "5 5 6" in page
