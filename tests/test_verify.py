@@ -181,7 +181,7 @@ def test_flags_that_make_no_comparison_are_refused(flags, told, tmp_path):
 def test_a_run_is_compared_over_all_of_its_steps_and_trained_by_nobody_else(same, tmp_path):
     run = same[2] / "baseline-1"
     with pytest.raises(UsageError, match="a run of 6 steps"):
-        verified("--baseline", run, "--steps", 7, "--output", tmp_path / "v")
+        verified("--baseline", run, "--against", "hf", "--steps", 7, "--output", tmp_path / "v")
     with pytest.raises(UsageError, match="--python trains the --against arm"):
         verified("--against", run, "--python", sys.executable, "--output", tmp_path / "v")
     with pytest.raises(UsageError, match="--overwrite would remove a run"):

@@ -47,7 +47,7 @@ EXAMPLES = """\
 @dataclass(frozen=True)
 class Config(CollatorFlags, TrainingFlags):
     task = "reward"
-    lr: float | None = flag(help="peak learning rate (default: LoRA 1e-4, --full 1e-5; for --model demo 5e-3, 1e-3)")
+    lr: float | None = flag(help="peak learning rate (default: LoRA 1e-4, --full 1e-5; for --model demo 3e-3, 1e-3)")
     center_rewards_coefficient: float | None = flag(
         help="weight of a penalty that keeps scores around 0, such as 0.01 (arXiv 2312.09244)"
     )

@@ -39,7 +39,7 @@ class TrainingFlags:
     resume: bool = flag(False, "go on from the last whole checkpoint in --output; begin where there is none")
     max_len: int = flag(2048, "most tokens in a row, media tokens included")
     epochs: float = flag(1.0, "passes over the data")
-    max_steps: int | None = flag(help="optimizer steps, whatever --epochs says (the demo takes 120)")
+    max_steps: int | None = flag(help="optimizer steps, whatever --epochs says (demo: 120; of a reward model 200)")
     batch_size: int | None = flag(help="rows at a time on each device (default: 1; the demo's own data 8)")
     grad_accum: int | None = flag(help="batches to an optimizer step (default: 8; the demo's own data 1)")
     lr: float | None = flag(help="peak learning rate (default: LoRA 2e-4, --full 1e-5; for --model demo 1e-2, 3e-3)")

@@ -21,7 +21,8 @@ TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX")} | {
     name: (name,) for name in "wandb mlflow trackio comet_ml swanlab clearml neptune dvclive codecarbon".split()
 }
 # Peak learning rates: of LoRA, of full fine-tuning, and of both for the tiny demo model.
-RATES = {"sft": (2e-4, 1e-5, 1e-2, 3e-3), "dpo": (5e-6, 1e-6, 5e-3, 1e-3), "reward": (1e-4, 1e-5, 5e-3, 1e-3)}
+RATES = {"sft": (2e-4, 1e-5, 1e-2, 3e-3), "dpo": (5e-6, 1e-6, 5e-3, 1e-3), "reward": (1e-4, 1e-5, 3e-3, 1e-3)}
+DEMO_STEPS = {"sft": 120, "dpo": 120, "reward": 200}
 
 
 # What a resumed run must not change: what is trained, and for what; and what it may, and is told.
@@ -109,7 +110,7 @@ def with_defaults(config):
         "batch_size": config.batch_size or (8 if config.demo else 1),
         "grad_accum": config.grad_accum or (1 if config.demo else 8),
         "lr": config.lr or RATES[config.task][2 * tiny + config.full],
-        "max_steps": config.max_steps or (120 if config.demo and config.epochs == 1 else None),
+        "max_steps": config.max_steps or (DEMO_STEPS[config.task] if config.demo and config.epochs == 1 else None),
     }
     return dataclasses.replace(config, **chosen)
 
