@@ -107,12 +107,14 @@ def makes_logits(model, batch) -> bool:
         model: as it is trained.
         batch: with labels, [B, T], on the model's device.
     """
+    from .trainers import inner_model  # which imports what Unsloth has to come before
+
     seen, (rows, length) = [], batch["labels"].shape
 
     def watch(module, args, output):
         seen.append(tuple(output.shape[:2]) == (rows, length))
 
-    head = _inner(model).get_output_embeddings()
+    head = inner_model(model).get_output_embeddings()
     hook, training = head.register_forward_hook(watch), model.training
     try:
         out = model.train()(**batch)
@@ -185,7 +187,3 @@ def _cache_facts() -> dict:
         return {}
     folder = _cache()
     return {"folder": str(folder), "files": len(list(folder.glob("*.py")))} if folder.is_dir() else {}
-
-
-def _inner(model):
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

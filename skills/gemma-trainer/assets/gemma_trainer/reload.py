@@ -35,15 +35,13 @@ def plain_model(folder: Path, record: dict):
         (model in eval mode, config of the base model).
     """
     import torch
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from .models import nf4
+    from .models import base_of, nf4
 
     adapted = (folder / "adapter_config.json").is_file()
-    base = PeftConfig.from_pretrained(folder).base_model_name_or_path if adapted else str(folder)
-    if not Path(base).is_dir() and (folder / "base-model").is_dir():  # a demo run that was moved
-        base = str(folder / "base-model")
+    base = base_of(str(folder)) if adapted else str(folder)
     dtype = getattr(torch, record["precision"].split()[0]) if adapted else torch.float32
     options = {"dtype": dtype, "device_map": {"": device_type()}}
     if record["quantization"].startswith("4-bit"):
