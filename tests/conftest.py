@@ -23,6 +23,11 @@ import pytest  # noqa: E402
 from gemma_trainer import demo  # noqa: E402
 
 
+def pytest_make_parametrize_id(val, argname):
+    """Name bytes by their argument: a float WAV carries the second it was written in, and workers must agree on names."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_terminal_summary(terminalreporter):
     """Tell which label cases were not collected: those of chat templates that the installed TRL does not ship."""
     import json
