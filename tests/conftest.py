@@ -24,7 +24,7 @@ from gemma_trainer import demo  # noqa: E402
 
 
 def pytest_make_parametrize_id(val, argname):
-    """Name bytes by their argument: a float WAV carries the second it was written in, and workers must agree on names."""
+    """Name bytes by their argument: a float WAV holds the second it was written in, and all workers must agree."""
     return argname if isinstance(val, bytes) else None
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from conftest import ask, talk
-from gemma_trainer import callbacks, checkpoints, preparation, recipe, trainers
+from gemma_trainer import callbacks, checkpoints, preparation, recipe
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import DataError, Diverged, EnvironmentUnfit
 from gemma_trainer.runs import Run
@@ -151,7 +151,7 @@ def test_a_resumed_run_sees_the_very_rows_that_an_unbroken_one_sees(make_trainer
 
 def test_the_sampler_is_told_the_epoch_that_a_run_resumes_in(make_trainer):
     trainer = make_trainer(UNEVEN)
-    trainers.Watchman(trainer).on_epoch_begin(None, transformers.TrainerState(epoch=2.75), None)
+    callbacks.Watchman(trainer).on_epoch_begin(None, transformers.TrainerState(epoch=2.75), None)
     assert trainer.sampler.epoch == 2
 
 

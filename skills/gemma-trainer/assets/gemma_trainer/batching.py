@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -95,6 +96,33 @@ class LengthGroupedSampler(Sampler):
             longest = self.lengths[groups[:, -1]].argmax()
             groups[[0, longest]] = groups[[longest, 0]]
         return [*groups, window[cut : cut + rest]]
+
+
+class RankBatches(Sampler):
+    """The batches of one rank, as lists of row indices; a batch sampler for `torch.utils.data.DataLoader`.
+
+    The order is cut into groups of `size` rows for each rank, which are dealt out one by one. Every row is in one batch
+    of one rank, and all ranks have as many batches: of a last group that is too small some get none of its rows, and an
+    empty batch, which `collator.MultimodalCollator` makes something without loss of.
+
+    Args:
+        order: row indices, the same for all ranks, such as a `LengthGroupedSampler`.
+
+    Example:
+        RankBatches(range(9), 2, rank=0, world=2)  # [0, 2], [4, 6], [8]
+        RankBatches(range(9), 2, rank=1, world=2)  # [1, 3], [5, 7], []
+    """
+
+    def __init__(self, order, size: int, rank: int = 0, world: int = 1):
+        self.order, self.size, self.rank, self.world = order, size, rank, world
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.order) / (self.size * self.world))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = iter(self.order)
+        while group := list(itertools.islice(rows, self.size * self.world)):
+            yield group[self.rank :: self.world]
 
 
 def workers_for(device: str, has_media: bool) -> int:

@@ -12,6 +12,7 @@ import time
 import transformers
 from tqdm import tqdm
 
+from . import ranks
 from .errors import Interrupted
 from .files import tell
 from .goals import Goal, lower_is_better
@@ -20,6 +21,37 @@ UNTOLD = (
     "num_tokens",
     "eval_num_tokens",
 )  # TRL's counters, which begin anew when a run is resumed; `run.json` has ours
+
+
+class Watchman(transformers.TrainerCallback):
+    """What a `trainers.RowsTrainer` does at moments that only callbacks are told of."""
+
+    def __init__(self, trainer):
+        self.trainer, self.due = trainer, False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.take_up_log()
+        self.trainer.keep_embeddings_whole()
+        step = state.global_step
+        evaluated = any("eval_loss" in entry and entry["step"] == step for entry in state.log_history)
+        self.due = bool(step) and args.eval_strategy == "steps" and step % state.eval_steps == 0 and not evaluated
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.due:  # the run was stopped within this evaluation
+            self.due = False
+            self.trainer.evaluate()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        # With several ranks, nobody else tells the sampler in the epoch that a run resumes in.
+        self.trainer.sampler.set_epoch(int(state.epoch or 0))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.meter.end_step()
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """Look at the share of bad media, also where fewer than 100 were seen."""
+        if abs(state.epoch - round(state.epoch)) < 1e-6:  # not where --max-steps ends the run within an epoch
+            self.trainer.check_media()
 
 
 class MetricsFile(transformers.TrainerCallback):
@@ -165,7 +197,7 @@ class StopAfter(transformers.TrainerCallback):
         self.minutes, self.began, self.why = minutes, began, ""
 
     def on_step_end(self, args, state, control, **kwargs):
-        if not self.why and time.monotonic() - self.began >= 60 * self.minutes:
+        if not self.why and any(ranks.gathered(time.monotonic() - self.began >= 60 * self.minutes)):
             self.why = f"{self.minutes:g} minutes have passed at step {state.global_step} (--max-minutes)"
             control.should_save = control.should_training_stop = True
 
@@ -217,6 +249,13 @@ class StopOnSignal(transformers.TrainerCallback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def agreed(self) -> bool:
+        """Whether any rank has had a signal, which is then one for all: it may reach one alone, or the ranks within
+        different steps. All of them have to ask."""
+        codes = [code for code in ranks.gathered(self.exit_code) if code is not None]
+        self.exit_code = codes[0] if codes else None
+        return bool(codes)
+
     def _caught(self, number, frame):
         if self.exit_code is not None:
             raise Interrupted("stopped at once: go on from the last checkpoint with --resume", self.exit_code)
@@ -225,6 +264,6 @@ class StopOnSignal(transformers.TrainerCallback):
             tell("stopping: a checkpoint is saved after this step (again to stop at once)")
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.exit_code is not None:
+        if self.agreed():
             control.should_save = control.should_training_stop = True
         return control

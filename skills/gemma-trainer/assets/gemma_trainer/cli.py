@@ -15,6 +15,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+from . import ranks
 from .errors import EnvironmentUnfit, Interrupted, OutOfMemory, TrainerError, UsageError
 from .files import is_disk_full
 from .flags import check_ranges
@@ -29,6 +30,9 @@ EXIT_CODES_DATA = """exit codes:
   1 unexpected fault                                          5 model or hub data set not loaded
   2 wrong usage, or a file that is there already              6 out of memory
   3 bad data: INVALID, no such file, or no row can be used    130 interrupted, 143 terminated: nothing was written"""
+PEER_GONE = (
+    "Connection closed by peer|Connection reset by peer|remote process exited|Broken pipe|NCCL communicator was aborted"
+)
 LESS_MEMORY = (
     "lower in this order: --batch-size (raise --grad-accum instead; --auto-batch does both), --max-len, --lora-r"
 )
@@ -171,9 +175,10 @@ told: list[str] = []  # what was noted in this process, for the run's report
 
 
 def note(message: str) -> None:
-    """Tell the user something on stderr."""
+    """Tell the user something on stderr; of several ranks the first one does."""
     told.append(message)
-    print(message, file=sys.stderr, flush=True)
+    if ranks.rank() == 0:
+        print(message, file=sys.stderr, flush=True)
 
 
 def run_script(work, flags: type, description: str, examples: str, argv: list[str] | None = None) -> int:
@@ -231,8 +236,9 @@ def _run(read, argv: list[str]) -> int:
         error = as_error(problem, hasattr(config, "auto_batch"))
         if "--debug" in argv or (config and config.debug):
             traceback.print_exc()
-        note(f"error: {error}")
-        if "--json" in argv or (config and config.json):
+        print(f"{ranks.name()}error: {error}", file=sys.stderr, flush=True)
+        ranks.leave_word(f"{ranks.name()}{error}", error.exit_code)
+        if ranks.rank() == 0 and ("--json" in argv or (config and config.json)):
             facts = {"kind": error.kind, "message": str(error)}
             with contextlib.suppress(OSError):
                 print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": facts}), file=stdout)
@@ -242,8 +248,10 @@ def _run(read, argv: list[str]) -> int:
 
 
 def _print_result(result: dict, config) -> int:
-    """Print a result; returns the exit code."""
+    """Print a result; returns the exit code. Of several ranks the first one prints."""
     summary = result.pop("summary", "")
+    if ranks.rank():
+        return result.get("exit_code", 0)
     try:
         print(json.dumps(result, default=str) if config.json else summary, flush=True)
     except BrokenPipeError:  # whoever read it has seen enough
@@ -285,6 +293,8 @@ def as_error(problem: BaseException, trains: bool) -> TrainerError | Interrupted
         return EnvironmentUnfit(
             "no room left on the disk: free some, then run again" + " (with --resume to go on)" * trains
         )
+    if ranks.world() > 1 and re.search(PEER_GONE, str(problem)):
+        return TrainerError("another process of this run has ended: see what it said, or was killed by")
     if isinstance(problem, OSError) and problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return EnvironmentUnfit(f"{problem.filename} cannot be accessed: {problem.strerror}")
     if "DataLoader worker" in str(problem) and "killed" in str(problem):

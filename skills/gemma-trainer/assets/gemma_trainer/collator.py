@@ -73,6 +73,7 @@ class MultimodalCollator:
         long_audio: clips longer than the model hears are "cut", or "refuse"d as bad media.
         truncation: rows longer than max_length are "cut" at the end (pairs as `pairs.shorten` does), or an "error".
         placeholders: zero media in the gaps, "rows", "needed" or "always" (see `gaps.place_clips`).
+        always: the kinds of media that "always" puts into every batch; all that the model takes by default.
         pad_to_multiple_of: round the batch's length up.
         modalities: what the model takes, a subset of {"image", "audio"}; the processor's by default.
         media_root, allow_remote_media: what may be opened (see `media.MediaAccess`).
@@ -110,6 +111,7 @@ class MultimodalCollator:
         long_audio: str = "cut",
         truncation: str = "cut",
         placeholders: str = "rows",
+        always: frozenset[str] | None = None,
         pad_to_multiple_of: int | None = None,
         modalities: frozenset[str] | None = None,
         media_root: str | Path | None = None,
@@ -131,6 +133,7 @@ class MultimodalCollator:
         self.on_bad_media, self.long_audio = on_bad_media, long_audio
         self.truncation, self.placeholders = truncation, placeholders
         self.modalities = frozenset(families.modalities(processor) if modalities is None else modalities)
+        self.always = self.modalities if always is None else frozenset(always)
         self.access = MediaAccess(Path(media_root) if media_root else None, allow_remote_media)
         self.renderer = Renderer(processor, self.family, thinking)
         self.labeller = Labeller(self.renderer, loss_on, train_reasoning)
@@ -438,17 +441,20 @@ class MultimodalCollator:
         if "image" in self.modalities:
             shortest = min(range(len(items)), key=lambda index: items[index].tokens.shape[1])
             images, behind, zeros = place_images(
-                lines["image"], tensors.get("image"), self.processor, self.family, self.placeholders, shortest
+                lines["image"], tensors.get("image"), self.processor, self.family, self._gaps("image"), shortest
             )
             media |= images
             counts["placeholders"] += zeros
         if "audio" in self.modalities:
             clips, zeros = place_clips(
-                lines["audio"], tensors.get("audio"), self.processor, self.family, self.placeholders
+                lines["audio"], tensors.get("audio"), self.processor, self.family, self._gaps("audio")
             )
             media |= clips
             counts["placeholders"] += zeros
         return media, behind
+
+    def _gaps(self, kind: str) -> str:
+        return "rows" if self.placeholders == "always" and kind not in self.always else self.placeholders
 
     def _count(self, rows: int, batch: Batch) -> None:
         trained = (batch["completion_mask"] if self.paired else batch["labels"] != IGNORE).sum(1)

@@ -29,6 +29,7 @@ class Data:
     rows: sources.Rows | sources.Subset
     eval_rows: sources.Rows | sources.Subset | None
     names: list[str]
+    eval_names: list[str] = field(default_factory=list)
     first: dict[str, str] = field(default_factory=dict)
     media: int = 0
     missing: list[tuple[str, str]] = field(default_factory=list)
@@ -49,7 +50,7 @@ def load_data(config) -> Data:
     eval_rows = sources.open_rows(evaluation) if evaluation else None
     if config.test_size:
         rows, eval_rows = split(rows, config.test_size, config.seed)
-    data = Data(rows, eval_rows, names)
+    data = Data(rows, eval_rows, names, evaluation)
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
     for part in (rows, eval_rows):
         if part is not None:

@@ -20,7 +20,7 @@ VERSION = 1  # in run.json; raised when what is added to a trainer changes
 SHOWN_PROMPTS = 12  # of --eval-prompts, in the report
 # What `trainers.RowsTrainer` does in the place of the trainers, by method.
 OWN_METHODS = """get_batch_samples training_step compute_loss prediction_step evaluation_loop get_train_dataloader
-get_eval_dataloader log _run_epoch _save _save_checkpoint _get_train_sampler _get_grad_norm""".split()
+get_eval_dataloader log _run_epoch _save _save_checkpoint _get_grad_norm""".split()
 
 
 def extend(trainer, config, run: Run, model, data: Data, collators):
@@ -31,7 +31,7 @@ def extend(trainer, config, run: Run, model, data: Data, collators):
 
     trainer.logged_bytes = run.metrics_size
     trainer.stop = StopOnSignal()
-    trainer.stopping = lambda: trainer.stop.exit_code is not None
+    trainer.stopping, trainer.all_stopping = (lambda: trainer.stop.exit_code is not None), trainer.stop.agreed
     trainer.enders = [StopWhen(trainer, Goal.read(config.stop_when))] if config.stop_when else []
     trainer.enders += [StopAfter(config.max_minutes, run.clock)] if config.max_minutes else []
     best = [KeepBest(trainer, config.best_by)] if config.best_by else []

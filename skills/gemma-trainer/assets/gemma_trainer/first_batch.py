@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -44,8 +43,7 @@ class KeepFirstBatch(transformers.TrainerCallback):
         rows = list(getattr(batch, "rows", []))
         self.run.save_record(first_batch=facts_of(batch, rows))
         if self.whole and self.run.main and "labels" in batch:
-            indices = itertools.islice(self.trainer.sampler, self.trainer.args.train_batch_size)
-            held = {"rows": rows, "indices": list(indices)}
+            held = {"rows": rows, "indices": next(iter(self.trainer.batches()))}
             held |= {key: batch[key].tolist() for key in ("input_ids", "labels")}
             write_whole(self.run.folder / FILE, json.dumps(held))
 

@@ -137,10 +137,10 @@ class CollatorFlags:
     truncation: str = flag(
         "cut", "a row over --max-len: cut its end (of pairs the prompt's oldest turns first), or stop", ("cut", "error")
     )
-    placeholders: str = flag(
-        "rows",
+    placeholders: str | None = flag(
+        None,
         "masked zero media: for each row without audio in a batch with audio, only where the model needs them, "
-        "or so that every batch has every kind of medium",
+        "or so that every batch has every kind of medium (default: rows; always, where several processes need it)",
         ("rows", "needed", "always"),
     )
     media_root: str | None = flag(help="refuse media files outside this folder")
@@ -149,7 +149,7 @@ class CollatorFlags:
     def collator_options(self) -> dict:
         """The options that `MultimodalCollator` takes."""
         names = {field.name for field in dataclasses.fields(CollatorFlags)} - {"max_bad_media"}
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"placeholders": self.placeholders or "rows"}
 
 
 def check_ranges(values: dict) -> None:

@@ -11,6 +11,11 @@ from .errors import CannotLoad, EnvironmentUnfit, UsageError
 from .families import family_of_config, family_of_processor
 
 PARTS = ("language", "vision", "audio")
+# What is not of the language model, by words in its parameters' names.
+TOWERS = {
+    "vision": ("vision_tower", "embed_vision", "multi_modal_projector", "vision_embedder"),
+    "audio": ("audio_tower", "embed_audio"),
+}
 # What is never quantized, by name; small beside the language model, and the first to suffer.
 WHOLE = """lm_head score vision_tower audio_tower vision_embedder embed_vision embed_audio multi_modal_projector altup
 router""".split()
@@ -304,10 +309,9 @@ def describe_trained(model) -> dict:
     """Parameter counts and, per part of the model, how many modules carry adapters."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     adapted = {name.split(".lora_")[0] for name in trained if ".lora_" in name}
-    towers = {"vision": ("vision_tower", "embed_vision"), "audio": ("audio_tower", "embed_audio")}
     parts = dict.fromkeys(PARTS, 0)
     for name in adapted:
-        part = next((part for part, keys in towers.items() if any(key in name for key in keys)), "language")
+        part = next((part for part, keys in TOWERS.items() if any(key in name for key in keys)), "language")
         parts[part] += 1
     counts = [(p.numel(), p.requires_grad, ".experts." in name) for name, p in model.named_parameters()]
     total, trainable = sum(n for n, _, _ in counts), sum(n for n, trains, _ in counts if trains)
@@ -318,6 +322,13 @@ def describe_trained(model) -> dict:
     if frozen := sum(n for n, trains_too, expert in counts if expert and not trains_too):
         trains += f" (not on the experts, {frozen / total:.0%} of all weights)"
     return {"trainable_parameters": trainable, "total_parameters": total, "trains": trains}
+
+
+def trained_kinds(model) -> set[str]:
+    """The kinds of media whose tower, or what joins it to the text, is trained: of "image" and "audio"."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    kinds = {"vision": "image", "audio": "audio"}
+    return {kinds[part] for part, keys in TOWERS.items() if any(key in name for name in trained for key in keys)}
 
 
 def _advice(name: str, problem: Exception) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 
+from . import ranks
 from .cli import note
 from .data import Data
 from .errors import RowError
@@ -21,7 +22,7 @@ PLANNED = 256  # rows that a dry run sends through the collator
 
 def report(config, run: Run, trainer, collator, data: Data) -> dict:
     """Ask the trained model a few rows, write the last files, and return the result."""
-    facts = collected(run, trainer)
+    facts = collected(run, trainer, ranks.gathered)
     if config.task != "reward":
         try:
             answered = list(itertools.islice(_answers(config, trainer.model.eval(), collator, data), 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import shutil
@@ -11,11 +12,12 @@ import torch
 import trl
 from trl.models.utils import _ForwardRedirection
 
+from . import ranks
 from .arguments import common_arguments, trl_chunks
 from .families import tokenizer_of
 from .losses import trl_scores_trained_only, use_log_probs
 from .preferences import share_preferred
-from .trainers import RowsTrainer, inner_model
+from .trainers import WEIGHTS, RowsTrainer, inner_model
 
 SPEAKS = 0.01  # probability of an answer's end, below which a model was not tuned on the format
 
@@ -24,7 +26,7 @@ class PairsTrainer(RowsTrainer):
     """What both trainers on pairs share: the data are taken as they are, each pair weighs the same, and an empty batch
     has loss 0."""
 
-    _pairs = _batches = 0  # of the optimizer step
+    _pairs = _batches = 0  # of the optimizer step, over all ranks
 
     def _prepare_dataset(self, dataset, *args, **kwargs):
         return dataset  # the collator reads the rows
@@ -34,7 +36,7 @@ class PairsTrainer(RowsTrainer):
 
     def get_batch_samples(self, *args, **kwargs):
         batches, items = super().get_batch_samples(*args, **kwargs)
-        self._pairs, self._batches = sum(map(self.weight_of, batches)), len(batches)
+        self._pairs, self._batches = ranks.summed([sum(map(self.weight_of, batches)), len(batches)])
         return batches, items
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -42,6 +44,7 @@ class PairsTrainer(RowsTrainer):
         inputs = dict(inputs)
         if pairs := self.weight_of(inputs):
             result = self.pair_loss(model, inputs, return_outputs, num_items_in_batch)
+            self._metrics["train" if self.model.training else "eval"][WEIGHTS].append(pairs)
             share = pairs * self._batches / self._pairs if self.model.training and self._pairs else 1.0
             return (result[0] * share, result[1]) if return_outputs else result * share
         # All pairs were left out. The model is asked nevertheless: other ranks wait for it. Nothing is learnt from it.
@@ -53,7 +56,8 @@ class PairsTrainer(RowsTrainer):
         return (result[0] * 0.0, result[1]) if return_outputs else result * 0.0
 
     def pair_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with _ungathered(self.accelerator):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return (self._with_gradient(loss[0]), loss[1]) if return_outputs else self._with_gradient(loss)
 
     @torch.no_grad()
@@ -75,6 +79,17 @@ class PairsTrainer(RowsTrainer):
             with self.compute_loss_context_manager():
                 margins += self.pair_margins(inputs).tolist()
         return share_preferred(margins)
+
+
+@contextlib.contextmanager
+def _ungathered(accelerator):
+    """Leave metrics where they are: TRL gathers those of each batch, which takes as many pairs on all ranks; `log` does
+    it once for all."""
+    accelerator.gather = accelerator.gather_for_metrics = lambda found, *_, **__: found
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.gather_for_metrics
 
 
 class GemmaDPOTrainer(PairsTrainer, trl.DPOTrainer):

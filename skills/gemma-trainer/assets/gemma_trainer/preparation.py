@@ -8,11 +8,11 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import backends, metadata, sources
+from . import backends, metadata, ranks, sources
 from .answer_checks import CHECKS
 from .cli import note
 from .data import Data, check_data, load_data
-from .errors import EnvironmentUnfit, UsageError
+from .errors import DataError, EnvironmentUnfit, UsageError
 from .eval_prompts import Prompt, read_prompts, unanswerable
 from .goals import FIGURES, Goal
 from .runs import Run
@@ -46,9 +46,11 @@ def prepare(config, script: str):
     check_flags(config)
     backend = backends.start(config.backend, config.task, config.precision)
     config = with_defaults(dataclasses.replace(config, backend=backend.name))
+    ranks.begin()
     run = open_run(config, script)
     run.record["backend"] = dataclasses.asdict(backend)
     rows = load_data(config)
+    check_same_data(rows)
     check_resumed(config, run, rows)
     model_config, processor = load_processor(config)
     collators = make_collators(config, processor, model_config)
@@ -56,6 +58,13 @@ def prepare(config, script: str):
     if getattr(config, "eval_prompts", None):
         rows.prompts = load_prompts(config, collators[1])
     return config, run, rows, model_config, processor, collators
+
+
+def check_same_data(data: Data) -> None:
+    """Refuse data files that are not the same for all ranks (DataError): each would train on rows of its own."""
+    found = [sources.fingerprint(names, 0) for names in (data.names, data.eval_names)]
+    if len({tuple(one) for one in ranks.gathered(found)}) > 1:
+        raise DataError("the data files are not the same on all machines: copy them, or put them on a shared disk")
 
 
 def load_prompts(config, collator) -> list[Prompt]:
@@ -90,6 +99,8 @@ def check_flags(config) -> None:
         os.environ.setdefault(name, "true")
     os.environ.setdefault("WANDB_CONSOLE", "off")
     _check_goals(config)
+    if config.auto_batch and ranks.world() > 1:
+        raise UsageError("--auto-batch is for one process: one of several that runs out of memory cannot go back alone")
     if config.demo and (config.eval_dataset or config.test_size):
         raise UsageError("--eval-dataset and --test-size need --dataset: the demo has held-out rows of its own")
     if config.eval_dataset and config.test_size:
@@ -194,6 +205,7 @@ def check_resumed(config, run: Run, data: Data) -> None:
         raise UsageError(f"--resume: the run in {run.folder} is one of {script}.py")
     steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
     now = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}
+    _check_ranks(config, run)
     if config.auto_batch and run.previous.get("auto_batch"):  # which changed them
         now = {name: value for name, value in now.items() if name not in ("batch_size", "grad_accum")}
     other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
@@ -213,6 +225,27 @@ def check_resumed(config, run: Run, data: Data) -> None:
         run.finished = True
         why = f"{config.stop_when} was met" if met else f"{steps} steps"
         note(f"the run in {run.folder} is finished ({why}): raise --epochs or --max-steps to go on")
+
+
+def _check_ranks(config, run: Run) -> None:
+    """Refuse to resume with another number of ranks where an optimizer step would have another number of rows."""
+    before, now = run.previous.get("ranks") or {}, ranks.world()
+    if not before or before["world"] == now:
+        return
+    rows, ours = before["rows_a_step"], config.batch_size * config.grad_accum * now
+    if rows != ours:
+        able = next((size for size in range(config.batch_size, 0, -1) if rows % (size * now) == 0), None)
+        flags = (
+            f"--batch-size {able} --grad-accum {rows // (able * now)}"
+            if able
+            else f"a number of which {rows} is a multiple"
+        )
+        raise UsageError(
+            f"--resume: the run in {run.folder} was begun with {before['world']} processes and {rows} rows in an "
+            f"optimizer step; with {now} there would be {ours}: give {flags}"
+        )
+    run.together = before["together"]
+    note(f"going on with {now} processes, before {before['world']}: each optimizer step has the same {rows} rows")
 
 
 # ---- processor and collators
@@ -242,7 +275,8 @@ def make_collators(config, processor, model_config):
 
 
 def steps_of(config, rows: int) -> int:
-    """Optimizer steps of a run on one device."""
+    """Optimizer steps of a run."""
     if config.max_steps:
         return config.max_steps
-    return math.ceil(config.epochs * math.ceil(math.ceil(rows / config.batch_size) / config.grad_accum))
+    batches = math.ceil(rows / (config.batch_size * ranks.world()))
+    return math.ceil(config.epochs * math.ceil(batches / config.grad_accum))

@@ -10,12 +10,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from . import extensions, sources, unsloth_backend
+from . import extensions, ranks, sources, unsloth_backend
 from .checkpoints import all_checkpoints, checkpoint_bytes, fault_of, step_of
 from .cli import LESS_MEMORY, as_error, note
 from .data import Data
-from .errors import Interrupted, OutOfMemory
+from .errors import Interrupted, OutOfMemory, UsageError
 from .files import move_whole
+from .meter import peak_memory_mb
 from .preparation import steps_of
 from .runs import Run, versions
 
@@ -218,6 +219,12 @@ def _options(config, data: Data) -> dict:
 
 def _make(kind, args, config, run: Run, model, processor, data: Data, collators, **more):
     """The trainer, with all that watches it."""
+    together = run.together or config.batch_size * ranks.world()
+    run.record["ranks"] = {
+        "world": ranks.world(),
+        "together": together,
+        "rows_a_step": config.batch_size * config.grad_accum * ranks.world(),
+    }
     trainer = unsloth_backend.keep_arguments(
         lambda: kind(
             model,
@@ -229,12 +236,31 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
             collators[1],
             config.max_bad_media,
             on_divergence=config.on_divergence,
-            together=run.together,
+            together=together,
             **more,
         ),
         args,
     )
+    run.record["ranks"]["kind"] = str(trainer.accelerator.distributed_type).rpartition(".")[2]
+    _keep_in_step(config, trainer, data, collators)
     return extensions.extend(trainer, config, run, model, data, collators)
+
+
+def _keep_in_step(config, trainer, data: Data, collators) -> None:
+    """Where several ranks must run the same towers in each batch, since the weights are spread over them or the towers
+    are trained, have every batch bring every kind of medium."""
+    from .models import trained_kinds
+
+    trained, spread = trained_kinds(trainer.model), trainer.spread
+    kinds = (set(data.first) | trained) & collators[0].modalities
+    if ranks.world() == 1 or not kinds or not (trained or spread):
+        return
+    if config.placeholders not in (None, "always"):
+        raise UsageError(f"--placeholders {config.placeholders}: several processes would wait for each other: drop it")
+    for collator in collators:
+        collator.placeholders, collator.always = "always", frozenset(kinds)
+    told = " and ".join(sorted(kinds))
+    note(f"each batch of each process has {told}, if need be a placeholder (--placeholders always)")
 
 
 def train(config, run: Run, trainer, data: Data) -> None:
@@ -260,7 +286,7 @@ def train(config, run: Run, trainer, data: Data) -> None:
     )
     try:
         with trainer.stop:
-            trainer.train(resume_from_checkpoint=_checkpoint(run))
+            trainer.train(resume_from_checkpoint=ranks.agreed(_checkpoint(run)))
             _heed_signals(run, trainer)
             step = trainer.state.global_step
             evaluated = any("eval_loss" in entry and entry["step"] == step for entry in trainer.state.log_history)
@@ -271,15 +297,18 @@ def train(config, run: Run, trainer, data: Data) -> None:
             with run.staged() as folder:
                 trainer.save_model(str(folder))
             why = next((ender.why for ender in trainer.enders if ender.why), "")
+            facts = collected(run, trainer, ranks.gathered)
             if any(getattr(ender, "seen", True) is False for ender in trainer.enders):
                 note(f"--stop-when {config.stop_when}: no such metric was logged. {_logged(trainer)}")
             met = config.stop_when if "--stop-when" in why else None
-            run.finish("done", why=why or FULL, goal_met=met, **collected(run, trainer))
+            run.finish("done", why=why or FULL, goal_met=met, **facts)
     except BaseException as problem:
         status = "interrupted" if isinstance(problem, KeyboardInterrupt | Interrupted) else "failed"
         with contextlib.suppress(OSError):  # the disk may be what failed
             why = str(as_error(problem, trains=True)).splitlines()[0]
             run.finish(status, why=why, **collected(run, trainer))
+            if not run.main and status == "failed":
+                run.leave_word(f"{ranks.name()}{why}")
         raise
     if trainer.stop.exit_code:  # since the last look: too late to stop the saving
         told = f"the model is saved in {run.folder}; the report lacks sample answers, which --resume makes up"
@@ -355,8 +384,12 @@ def _history(run: Run, trainer) -> list[dict]:
     return measured + of_training
 
 
-def collected(run: Run, trainer) -> dict:
-    """What the trainer counted, for `run.json`; of a resumed run, from its first step on."""
+def collected(run: Run, trainer, gathered=lambda value: [value]) -> dict:
+    """What the trainer counted, for `run.json`; of a resumed run, from its first step on.
+
+    Args:
+        gathered: `ranks.gathered`, where all ranks have come here; by default this one speaks for itself.
+    """
     from .callbacks import UNTOLD
 
     history = _history(run, trainer)
@@ -366,18 +399,21 @@ def collected(run: Run, trainer) -> dict:
     if losses:  # the trainer's own mean leaves out the steps before a resumed checkpoint
         metrics["train_loss"] = sum(losses) / len(losses)
     seconds = trainer.seconds()
+    counted = trainer.collected(gathered)
+    waited = counted["waited"]
     return {
         "step": trainer.state.global_step,
         "steps": trainer.state.global_step,
         "eta_s": 0,
-        "counters": dict(trainer.counts),
-        "problems": [f"{row}: {reason}" for row, reason in trainer.problems],
-        "lengths": trainer.lengths,
+        "counters": counted["counts"],
+        "problems": [f"{row}: {reason}" for row, reason in counted["problems"]],
+        "lengths": counted["lengths"],
+        "peak_memory_mb": max(gathered(peak_memory_mb())),
         "metrics": metrics,
         "timing": {
             "train_s": round(seconds, 1),
-            "data_wait_s": round(trainer.waited, 1),
-            "data_wait_share": round(trainer.waited / max(seconds, 1e-9), 3),
+            "data_wait_s": round(waited, 1),
+            "data_wait_share": round(waited / max(seconds, 1e-9), 3),
             "workers": trainer.args.dataloader_num_workers,
         },
     }

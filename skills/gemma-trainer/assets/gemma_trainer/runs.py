@@ -19,6 +19,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+from . import ranks
 from .cli import note, told
 from .errors import CannotLoad, EnvironmentUnfit, UsageError
 from .files import finite, mib, move_whole, user_path, write_whole
@@ -54,10 +55,10 @@ class Run:
 
     def __init__(self, script: str, output: str | None, overwrite: bool = False, resume: bool = False):
         self.script, self.started, self.clock = script, datetime.datetime.now(datetime.UTC), time.monotonic()
-        self.folder = user_path(output) if output else self._default_folder()
+        self.folder = ranks.agreed(user_path(output) if output else self._default_folder())
         self.named, self.overwrite, self.resume = output is not None, overwrite, resume
         self.record: dict = {}
-        self.main = not int(os.environ.get("RANK", 0))
+        self.main = ranks.rank() == 0
         try:
             self._check_folder(output)
         except OSError as problem:  # a name too long, say
@@ -66,7 +67,7 @@ class Run:
         self.record = dict(self.previous)
         self.finished = False  # whether the run that is resumed has come to its end already
         self.goes_on = resume  # whether training takes up checkpoints that are there
-        self.together: int | None = None  # rows that stay side by side, where not those of a batch
+        self.together: int | None = None  # rows that stay side by side, where not those of the ranks' batches
 
     def _default_folder(self, number: int = 1) -> Path:
         """`runs/<script>-<date-time>`, with a number behind it where that is taken."""
@@ -181,9 +182,20 @@ class Run:
     def finish(self, status: str, **facts) -> None:
         """Write the last `run.json` and the report page."""
         timing = facts.pop("timing", {}) | {"total_s": round(time.monotonic() - self.clock, 1)}
-        self.save_record(status=status, timing=timing, peak_memory_mb=peak_memory_mb(), notes=list(told), **facts)
+        facts = {"peak_memory_mb": peak_memory_mb()} | facts
+        self.save_record(status=status, timing=timing, notes=list(told), **facts)
         if self.main:
             report_again(self.folder, self.record)
+
+    def leave_word(self, why: str) -> None:
+        """Say in `run.json` why a rank that is not the first has failed: the first one waits for it, and will be ended
+        by the launcher without a word."""
+        path = self.folder / "run.json"
+        with contextlib.suppress(OSError, ValueError):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record.get("status") == "running":
+                self.main, self.record = True, record
+                self.save_record(status="failed", why=why)
 
     def show(self, samples: dict) -> None:
         """Keep what samples and prompts look like (see `report.write_report`) for the report."""

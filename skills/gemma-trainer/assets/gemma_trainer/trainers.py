@@ -14,7 +14,9 @@ import torch
 import transformers
 import trl
 
-from .batching import LengthGroupedSampler
+from . import ranks
+from .batching import LengthGroupedSampler, RankBatches
+from .callbacks import Watchman
 from .checkpoints import checkpoint_bytes, checkpoints, put_in_place, rotate, seal, size_of
 from .collator import Batch, MultimodalCollator
 from .divergence import DivergenceGuard
@@ -26,6 +28,7 @@ from .stats import add_counts
 
 COLLECTED = "collected.json"  # in each checkpoint: what the trainer keeps beside transformers' own state
 LENGTHS = "lengths.npy"  # in each checkpoint: the lengths of rows as the sampler knows them
+WEIGHTS = "weights"  # among the metrics of batches: how much each counts
 MAX_NAMED = 1000  # problems kept by name
 MAX_LENGTHS = 20_000  # row lengths kept for the report's histogram
 
@@ -40,15 +43,15 @@ class RowsTrainer:
     batches that were trained on, those before a resumed checkpoint included; so does what is put into `kept`, which
     must be JSON. What others may set: `best_step`, the step of a checkpoint that stays; `logged_bytes`, which tells how
     much was logged up to now, for a checkpoint to keep; `describe`, called with each folder that a model was saved to;
-    `stopping`, which gives an evaluation up that is under way where it returns true.
+    `stopping` and `all_stopping`, which give an evaluation up that is under way where they return true.
 
     Args:
         rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`.
         collator, eval_collator: one `MultimodalCollator` each, so that their counters stay apart.
         max_bad_media: largest share of unreadable media, and of unreadable rows, before the run stops.
         on_divergence: "stop", or "skip" the batches whose loss or gradient is no number.
-        together: rows that are taken side by side when they are put in order; the batch size by default. A run that is
-            to see the same rows in the same order with smaller batches needs it.
+        together: rows that are taken side by side when they are put in order; those of all ranks' batches by default. A
+            run that is to see the same rows in the same order with other batches needs it.
         more: for the trainer of TRL.
 
     Raises:
@@ -66,6 +69,7 @@ class RowsTrainer:
                  max_bad_media: float = 0.05, callbacks=None, on_divergence: str = "stop",
                  together: int | None = None, **more):  # fmt: skip
         self.counts: dict[str, int] = {}
+        self._seen: dict[str, int] = {}  # of all ranks: media and rows
         self.problems: list[tuple[str, str]] = []
         self.lengths: list[int] = []
         self.waited = 0.0
@@ -90,10 +94,24 @@ class RowsTrainer:
         self.train_dataset = rows
         self.sampler = LengthGroupedSampler(
             len(rows),
-            (together or self.args.train_batch_size) * self.args.world_size,
+            together or self.args.train_batch_size * self.args.world_size,
             lambda indices: collator.lengths([rows[index] for index in indices]),
             self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
+
+    def keep_embeddings_whole(self) -> None:
+        """Where FSDP2 has the embeddings in a group of their own, as in a reward model, keep them whole behind their
+        forward pass: Gemma reads a row of their weight beside it (`pad_embedding` in its `modeling_*.py`)."""
+        from torch.distributed.fsdp import FSDPModule
+
+        embeddings = inner_model(self.model).get_input_embeddings()
+        if isinstance(embeddings, FSDPModule):
+            embeddings.set_reshard_after_forward(False)
+
+    @property
+    def spread(self) -> bool:
+        """Whether the weights lie in pieces on several ranks."""
+        return self.args.world_size > 1 and (self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def train(self, *args, **kwargs):
         self._began = time.monotonic()
@@ -104,28 +122,60 @@ class RowsTrainer:
         return self._before + time.monotonic() - self._began
 
     def stopping(self) -> bool:
-        """Whether the run has been told to stop at once."""
+        """Whether this rank has been told to stop at once."""
         return False
 
-    def _get_train_sampler(self, train_dataset=None):
-        return self.sampler
+    def all_stopping(self) -> bool:
+        """Whether any rank has; all of them have to ask."""
+        return False
 
     def get_train_dataloader(self):
-        return self._apart(super().get_train_dataloader())
+        persistent = self.args.dataloader_persistent_workers
+        return self._loader(self.train_dataset, self.batches(), self.data_collator, persistent)
 
-    def _apart(self, loader):
-        """Give a loader a random generator of its own. It draws seeds for its workers, more or fewer of them as there
-        are workers, and dropout would change with them."""
-        generator = torch.Generator().manual_seed(self.args.seed)
-        for part in (loader, getattr(loader, "base_dataloader", loader)):
-            part.generator = generator
-        return loader
+    def batches(self) -> RankBatches:
+        """The indices of this rank's batches of an epoch."""
+        return self._rank_batches(self.sampler, self.args.train_batch_size)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        # Persistent workers would wait in memory between evaluations, and go on with the rows they were started with.
+        batches = self._rank_batches(range(len(rows)), self.args.eval_batch_size)
+        return self._loader(rows, batches, self._eval_collator, False)
+
+    def _rank_batches(self, order, size: int) -> RankBatches:
+        return RankBatches(order, size, self.args.process_index, self.args.world_size)
+
+    def _loader(self, rows, batches: RankBatches, collator, persistent: bool):
+        """A loader of this rank's batches. accelerate's own would have ranks take rows twice to have as many."""
+        args = self.args
+        return torch.utils.data.DataLoader(
+            rows,
+            batch_sampler=batches,
+            collate_fn=collator,
+            num_workers=args.dataloader_num_workers,
+            persistent_workers=persistent,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            pin_memory=args.dataloader_pin_memory,
+            # It draws seeds for its workers, more or fewer of them as there are workers, and dropout would change.
+            generator=torch.Generator().manual_seed(args.seed),
+        )
 
     # -- steps
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
         self.meter.begin_step()
-        return super().get_batch_samples(self._timed(epoch_iterator), *args, **kwargs)
+        batches, items = super().get_batch_samples(self._timed(epoch_iterator), *args, **kwargs)
+        self._look_at(batches)
+        return batches, items
+
+    def _look_at(self, batches: list) -> None:
+        """Count the media and rows of a step, and those that cannot be read, over all ranks; all stop, or none."""
+        names = "images clips bad_media rows bad_rows".split()
+        counts = [sum(getattr(batch, "counts", {}).get(name, 0) for batch in batches) for name in names]
+        add_counts(self._seen, dict(zip(names, ranks.summed(counts), strict=True)))
+        named = [problem for batch in batches for problem in getattr(batch, "problems", [])]
+        self.check_media(100, self._seen, [*self.problems, *named])
 
     def _timed(self, batches):
         while True:
@@ -156,7 +206,6 @@ class RowsTrainer:
             self.problems += inputs.problems[: MAX_NAMED - len(self.problems)]
             self.lengths += inputs["attention_mask"].sum(1).tolist()[: MAX_LENGTHS - len(self.lengths)]
             self.meter.count(inputs.counts)
-            self.check_media(after=100)
         loss = super().training_step(model, dict(inputs), num_items_in_batch)
         return self.guard.seen(getattr(inputs, "rows", []), loss)
 
@@ -167,6 +216,13 @@ class RowsTrainer:
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:
             logs |= self.meter.read()
+        # All ranks must see the same figures, or some would stop where others go on.
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        mean = _mean_of_all_ranks(metrics)
+        metrics.clear()
+        metrics.update({name: [value] for name, value in mean.items()})
+        if self.args.world_size > 1:
+            logs.update(_of_all_ranks(logs))
         super().log(logs, *args, **kwargs)
 
     def log_plain(self, logs: dict) -> None:
@@ -176,8 +232,8 @@ class RowsTrainer:
         self.control.should_log = logging
 
     def check_media(self, after: int = 1, counts=None, problems=None) -> None:
-        """Stop when too many media, or rows, of those seen so far could not be read."""
-        counts, problems = self.counts if counts is None else counts, self.problems if problems is None else problems
+        """Stop when too many media, or rows, of those that all ranks have seen so far could not be read."""
+        counts, problems = self._seen if counts is None else counts, self.problems if problems is None else problems
         media = counts.get("images", 0) + counts.get("clips", 0)
         rows = counts.get("rows", 0) + counts.get("bad_rows", 0)
         for what, seen in (("media", media), ("rows", rows)):
@@ -194,7 +250,7 @@ class RowsTrainer:
         raise NotImplementedError
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        if self.stopping():
+        if self.all_stopping():
             raise _GivenUp
         weight = self.weight_of(inputs)
         result = super().prediction_step(model, dict(inputs), prediction_loss_only, ignore_keys)
@@ -215,20 +271,14 @@ class RowsTrainer:
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         self._eval_sums, self._eval_counts, self._eval_problems = [0.0, 0], {}, []
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        self.check_media(1, self._eval_counts, self._eval_problems)
-        sums = torch.tensor(self._eval_sums, dtype=torch.float64, device=_sum_device(self.args.device))
-        total, weight = self.accelerator.reduce(sums, "sum").tolist()
+        everywhere = ranks.gathered([self._eval_sums, self._eval_counts, self._eval_problems])
+        total, weight = (sum(sums[at] for sums, _, _ in everywhere) for at in (0, 1))
+        counts: dict[str, int] = {}
+        for _, of_rank, _ in everywhere:
+            add_counts(counts, of_rank)
+        self.check_media(1, counts, [problem for *_, problems in everywhere for problem in problems])
         output.metrics[f"{metric_key_prefix}_loss"] = total / max(weight, 1)
         return output
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        training = self.data_collator, self.args.dataloader_persistent_workers
-        # Persistent workers would wait in memory between evaluations, and go on with the rows they were started with.
-        self.data_collator, self.args.dataloader_persistent_workers = self._eval_collator, False
-        try:
-            return self._apart(super().get_eval_dataloader(eval_dataset))
-        finally:
-            self.data_collator, self.args.dataloader_persistent_workers = training
 
     # -- checkpoints
 
@@ -249,8 +299,10 @@ class RowsTrainer:
         self.args.output_dir, self.args.save_total_limit = str(unfinished), None
         try:
             transformers.Trainer._save_checkpoint(self, model, trial)
+            collected = json.dumps(self._collected())
+            self.accelerator.wait_for_everyone()  # each rank has written a file of its own
             if self.args.should_save:
-                write_whole(folder / COLLECTED, json.dumps(self._collected()))
+                write_whole(folder / COLLECTED, collected)
                 np.save(folder / LENGTHS, self.sampler.lengths)
                 seal(folder)
                 put_in_place(folder, final)
@@ -276,13 +328,33 @@ class RowsTrainer:
             return told + "Free some, then begin anew"
         return told + f"{whole[-1].name} is whole: free some, then go on with --resume"
 
+    def collected(self, gathered=ranks.gathered) -> dict:
+        """{"counts", "problems", "lengths", "waited"} of all ranks, which all have to ask; waited is the mean."""
+        counts: dict[str, int] = {}
+        everywhere = gathered([self.counts, self.problems, self.lengths, self.waited])
+        for one, *_ in everywhere:
+            add_counts(counts, one)
+        problems, lengths = ([item for one in everywhere for item in one[at]] for at in (1, 2))
+        waited = sum(one[3] for one in everywhere) / len(everywhere)
+        return {
+            "counts": counts,
+            "problems": problems[:MAX_NAMED],
+            "lengths": lengths[:MAX_LENGTHS],
+            "waited": waited,
+        }
+
     def _collected(self) -> dict:
-        names = "counts problems lengths waited kept best_step".split()
-        return {name: getattr(self, name) for name in names} | {
+        unlogged = [self._tr_loss.item(), self._globalstep_last_logged, self._total_loss_scalar]
+        everywhere = ranks.gathered(unlogged)
+        unlogged[0] = sum(loss for loss, *_ in everywhere) / len(everywhere)
+        return self.collected() | {
+            "kept": self.kept,
+            "best_step": self.best_step,
+            "seen": self._seen,
             "seconds": self.seconds(),
             "logged_bytes": self.logged_bytes() if self.logged_bytes else None,
             # What was summed up since the last log, for the next one.
-            "unlogged": [self._tr_loss.item(), self._globalstep_last_logged, self._total_loss_scalar],
+            "unlogged": unlogged,
             "metrics": self._metrics["train"],
         }
 
@@ -295,9 +367,12 @@ class RowsTrainer:
             return
         if (path := Path(checkpoint) / COLLECTED).is_file():
             self._resumed = json.loads(path.read_text(encoding="utf-8"))
-            for name in "counts problems lengths waited kept best_step".split():
+            for name in "kept best_step".split():
                 setattr(self, name, self._resumed[name])
-            self._before = self._resumed["seconds"]
+            self._seen, self._before = self._resumed.get("seen", {}), self._resumed["seconds"]
+            if self.args.process_index == 0:  # what all ranks had counted
+                for name in "counts problems lengths waited".split():
+                    setattr(self, name, self._resumed[name])
         if (path := Path(checkpoint) / LENGTHS).is_file():
             known = np.load(path)
             if known.shape == self.sampler.lengths.shape:
@@ -333,7 +408,10 @@ class GemmaSFTTrainer(RowsTrainer, trl.SFTTrainer):
         return int((inputs["labels"][:, 1:] != -100).sum())
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if num_items_in_batch is not None:  # none trained in this whole step: loss 0 rather than 0 / 0
+        if num_items_in_batch is not None:
+            if not self.model.training:  # the mean of this batch alone, by what the trainer will multiply it with
+                num_items_in_batch = self.weight_of(inputs) * self.accelerator.num_processes
+            # None trained in this whole step: loss 0 rather than 0 / 0.
             num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)
         if not self._own_loss:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -345,36 +423,6 @@ class GemmaSFTTrainer(RowsTrainer, trl.SFTTrainer):
         self._metrics["train" if self.model.training else "eval"]["mean_token_accuracy"].append(accuracy.item())
         loss = self._with_gradient(loss)
         return (loss, outputs) if return_outputs else loss
-
-
-class Watchman(transformers.TrainerCallback):
-    """What a `RowsTrainer` does at moments that only callbacks are told of."""
-
-    def __init__(self, trainer: RowsTrainer):
-        self.trainer, self.due = trainer, False
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.take_up_log()
-        step = state.global_step
-        evaluated = any("eval_loss" in entry and entry["step"] == step for entry in state.log_history)
-        self.due = bool(step) and args.eval_strategy == "steps" and step % state.eval_steps == 0 and not evaluated
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self.due:  # the run was stopped within this evaluation
-            self.due = False
-            self.trainer.evaluate()
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        # With several ranks, nobody else tells the sampler in the epoch that a run resumes in.
-        self.trainer.sampler.set_epoch(int(state.epoch or 0))
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.meter.end_step()
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        """Look at the share of bad media, also where fewer than 100 were seen."""
-        if abs(state.epoch - round(state.epoch)) < 1e-6:  # not where --max-steps ends the run within an epoch
-            self.trainer.check_media()
 
 
 class _GivenUp(Exception):
@@ -390,10 +438,33 @@ def something_is_trained(rows, collator: MultimodalCollator, size: int = 8) -> b
     return False
 
 
+def _mean_of_all_ranks(metrics: dict[str, list[float]]) -> dict[str, float]:
+    """The means of what TRL's trainers keep of each batch, over all batches of all ranks; weighted where the metric
+    `WEIGHTS` says how much each batch counts."""
+    weights = metrics.pop(WEIGHTS, [])
+    sums = {}
+    for name, values in metrics.items():
+        counts = weights if len(weights) == len(values) else [1] * len(values)
+        total = sum(value * count for value, count in zip(values, counts, strict=True))
+        sums[name] = total, sum(counts)
+    totals: dict[str, list[float]] = {}
+    for of_rank in ranks.gathered(sums):
+        for name, (total, count) in of_rank.items():
+            before = totals.setdefault(name, [0.0, 0.0])
+            before[0], before[1] = before[0] + total, before[1] + count
+    return {name: total / count for name, (total, count) in totals.items() if count}
+
+
+def _of_all_ranks(figures: dict) -> dict:
+    """What is logged, as it is for the run as a whole."""
+    everywhere = ranks.gathered(figures)
+    found = ranks.averaged(figures)
+    for name, of_all in {"tokens_per_second": sum, "memory_mb": max}.items():
+        if name in figures:
+            found[name] = of_all(one[name] for one in everywhere)
+    return found
+
+
 def inner_model(model):
     """The model inside a PEFT wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _sum_device(device):
-    return "cpu" if device.type == "mps" else device  # Metal has no float64

@@ -70,13 +70,13 @@ class WatchAnswers(transformers.TrainerCallback):
             saving = control.should_save
             self.ask(state)
             control.should_save = saving
-            if self.trainer.stopping():
+            if self.trainer.all_stopping():
                 raise Interrupted("stopped before a step was trained: nothing new to save", self.trainer.stop.exit_code)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.asking.every == 0 or control.should_training_stop:
             self.ask(state)
-            if self.trainer.stopping():  # since then: the answers wait for the run to go on
+            if self.trainer.all_stopping():  # since then: the answers wait for the run to go on
                 control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -84,21 +84,18 @@ class WatchAnswers(transformers.TrainerCallback):
 
     def ask(self, state) -> None:
         """Ask all prompts and log what came of it, unless that was done at this step."""
-        if self.trainer.kept.get("asked_at") == state.global_step or self.trainer.stopping():
+        if self.trainer.kept.get("asked_at") == state.global_step or self.trainer.all_stopping():
             return
         began = time.monotonic()
         accelerator = self.trainer.accelerator
-        # Sorted by length: every n-th gives all ranks the like. Where weights are spread, all must go on together.
-        rank, world = accelerator.process_index, accelerator.num_processes
-        spread = str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED") and world > 1
-        mine = self._by_length[rank::world]
-        if spread and len(mine) < -(-len(self.prompts) // world):
-            mine = [*mine, self._by_length[-1]]
+        # Sorted by length: every n-th gives all ranks the like. Where weights are spread, all must do the same.
+        rank, world, spread = accelerator.process_index, accelerator.num_processes, self.trainer.spread
+        mine = self._by_length if spread else self._by_length[rank::world]
         with undisturbed(self.trainer.model):
             found = self._answers(mine, spread)
         if world > 1:
             found = gather_object(found)
-        if self.trainer.stopping():
+        if self.trainer.all_stopping():
             return
         answers = dict(found)
         self.trainer.kept["asked_at"] = state.global_step
@@ -107,7 +104,7 @@ class WatchAnswers(transformers.TrainerCallback):
     def _answers(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer | str]]:
         """(name, answer or why there is none) of each prompt."""
         found, at = [], 0
-        while at < len(prompts) and not self.trainer.stopping():
+        while at < len(prompts) and (spread or not self.trainer.stopping()):
             some = prompts[at : at + self.at_once]
             try:
                 found += self._generate(some, spread)
@@ -137,7 +134,7 @@ class WatchAnswers(transformers.TrainerCallback):
                 self._ready[names],
                 how.max_new_tokens,
                 how.temperature,
-                self.trainer.stopping,
+                None if spread else self.trainer.stopping,
                 **options,
             )
         return list(zip(names, answers, strict=True))
