@@ -229,8 +229,15 @@ def check_resumed(config, run: Run, data: Data) -> None:
 
 def _check_ranks(config, run: Run) -> None:
     """Refuse to resume with another number of ranks where an optimizer step would have another number of rows."""
-    before, now = run.previous.get("ranks") or {}, ranks.world()
-    if not before or before["world"] == now:
+    before, now = run.previous.get("ranks"), ranks.world()
+    if not before:
+        return
+    if before["kind"] != ranks.kind():
+        raise UsageError(
+            f"--resume: the checkpoints in {run.folder} are of weights kept {before['kind']} on each process "
+            f"(now {ranks.kind()}): launch it as it was begun, or begin anew with --adapter"
+        )
+    if before["world"] == now:
         return
     rows, ours = before["rows_a_step"], config.batch_size * config.grad_accum * now
     if rows != ours:

@@ -23,6 +23,14 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def kind() -> str:
+    """How the weights lie, by what `accelerate launch` was told: "whole" on each rank, or "fsdp" or "deepspeed"."""
+    for name in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
+            return name.lower()
+    return "whole"
+
+
 def begin() -> None:
     """Join the other ranks, before anything is agreed upon. Nothing to do where there are none.
 
@@ -32,7 +40,7 @@ def begin() -> None:
     if world() > 1:
         from accelerate import PartialState
 
-        if PartialState().device.type == "cpu" and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        if PartialState().device.type == "cpu" and kind() == "fsdp":
             _spread_over_cpus()
 
 

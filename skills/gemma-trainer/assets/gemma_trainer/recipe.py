@@ -222,6 +222,7 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
     together = run.together or config.batch_size * ranks.world()
     run.record["ranks"] = {
         "world": ranks.world(),
+        "kind": ranks.kind(),
         "together": together,
         "rows_a_step": config.batch_size * config.grad_accum * ranks.world(),
     }
@@ -241,7 +242,6 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
         ),
         args,
     )
-    run.record["ranks"]["kind"] = str(trainer.accelerator.distributed_type).rpartition(".")[2]
     _keep_in_step(config, trainer, data, collators)
     return extensions.extend(trainer, config, run, model, data, collators)
 
