@@ -30,6 +30,7 @@ PREP = str(ASSETS / "dataset_prep.py")
 def cluster():
     """Two nodes of a core each, on this machine; RAY_ADDRESS names them."""
     os.environ.update(ray_scan.QUIET)
+    import ray
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -37,6 +38,7 @@ def cluster():
     os.environ["RAY_ADDRESS"] = made.address
     yield made
     del os.environ["RAY_ADDRESS"]
+    ray.shutdown()  # of a test that failed
     made.shutdown()
 
 
@@ -98,7 +100,7 @@ class Telling:
 @pytest.fixture
 def telling(monkeypatch):
     """Makes such checkers; this file is no module that the nodes could import."""
-    import cloudpickle
+    from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield Telling

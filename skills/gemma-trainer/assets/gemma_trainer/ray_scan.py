@@ -61,14 +61,14 @@ def scan(checker: Checker, total: int, workers: int | None = None, doing: str = 
             raise EnvironmentUnfit("the Ray cluster has no node with a core to give")
         pieces = cut(total, workers)
         lacking = _Lacking(checker)
-        answers = _answers(ray, checker, pieces, workers)
-        for (start, stop), answer in zip(pieces, answers, strict=True):
-            tally, problem, node = pickle.loads(answer)
-            if problem is not None:
-                raise problem
-            lacking.look(tally, node)
-            progress.add(stop - start)
-            yield tally
+        with contextlib.closing(_answers(ray, checker, pieces, workers)) as answers:  # before Ray is gone
+            for (start, stop), answer in zip(pieces, answers, strict=True):
+                tally, problem, node = pickle.loads(answer)
+                if problem is not None:
+                    raise problem
+                lacking.look(tally, node)
+                progress.add(stop - start)
+                yield tally
 
 
 # ---- on this machine
