@@ -50,7 +50,9 @@ def troubled(folder, media):
     close = texts(1, words=200)[0]
     rows += [talk(close, "fine"), talk(f"{close} indeed", "fine"), talk("Hi", "b" * 9000), talk("schÃ¶n", "hm")]
     rows += [talk([{"type": "image", "image": str(media / "page.jpg")}], "b"), {"prompt": "a", "completion": "b"}]
-    rows += [{"messages": [said("user", "a"), said("assistant", "b", reasoning="Hm."), said("user"), said("assistant")]}]
+    rows += [
+        {"messages": [said("user", "a"), said("assistant", "b", reasoning="Hm."), said("user"), said("assistant")]}
+    ]
     Image.new("RGB", (40, 400), "red").save(folder / "thin.png")
     soundfile.write(folder / "loud.wav", np.random.default_rng(0).normal(0, 0.1, (44_100, 2)), 44_100)
     rows += [talk("What?", "x", image="thin.png"), talk("What?", "x", audio="loud.wav")]

@@ -81,7 +81,9 @@ class TaskFlags(DataFlags):
     show_text: bool = flag(False, "show the beginnings of rows that were found")
     seed: int = flag(0, "seed of the random sample")
     engine: str = flag(
-        "local", "where rows are looked at: here, or on a Ray cluster (RAY_ADDRESS; references/scale.md)", ("local", "ray")
+        "local",
+        "where rows are looked at: here, or on a Ray cluster (RAY_ADDRESS; references/scale.md)",
+        ("local", "ray"),
     )
 
 

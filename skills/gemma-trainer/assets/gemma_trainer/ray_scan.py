@@ -33,7 +33,11 @@ RETRIES = 2  # times that a worker is begun anew, or a piece is given to another
 CONNECT_SECONDS = 10
 BLOCKS = 10_000  # that Ray Data keeps account of; of a set with more pieces, each block has several
 SHARED = "data, their media and the cache of hub and parquet files (HF_HOME) must lie on a disk that all nodes share"
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 def must_be_installed() -> None:
@@ -183,7 +187,9 @@ def _told(problem: Exception, ray):
         if isinstance(found, ray.exceptions.RuntimeEnvSetupError):
             return EnvironmentUnfit(f"a node of the Ray cluster cannot take this library's code ({_first_line(found)})")
         if isinstance(found, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
-            return EnvironmentUnfit("no room left for Ray's object store on a node: free memory, /dev/shm or disk there")
+            return EnvironmentUnfit(
+                "no room left for Ray's object store on a node: free memory, /dev/shm or disk there"
+            )
         seen.add(id(found))
         found = found.__cause__ or found.__context__
     return problem
@@ -279,4 +285,6 @@ def _pickled(answer: tuple) -> bytes:
     try:
         return pickle.dumps(answer)
     except Exception as problem:  # an error that holds what cannot be sent
-        return pickle.dumps((None, RuntimeError(f"{type(answer[1]).__name__} on node {answer[2]}: {problem}"), answer[2]))
+        return pickle.dumps(
+            (None, RuntimeError(f"{type(answer[1]).__name__} on node {answer[2]}: {problem}"), answer[2])
+        )
