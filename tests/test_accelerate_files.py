@@ -55,7 +55,7 @@ def test_the_flags_of_the_examples_win_over_the_file():
     flags = "--num_machines 8 --num_processes 64 --machine_rank 3 --main_process_ip first --main_process_port 29700"
     arguments, _ = launched("ddp-multinode.yaml", *flags.split())
     assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("8", "8", 3)
-    assert (arguments.master_addr, arguments.master_port) == ("first", "29700")
+    assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "first:29700")
 
 
 def test_mixed_precision_no_leaves_bf16_to_the_training_arguments(monkeypatch, tmp_path):
@@ -170,12 +170,11 @@ def test_the_kubernetes_job_holds_together():
 def test_the_skypilot_task_starts_the_launcher_on_each_machine(tmp_path):
     task = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
     assert (FOLDER / task["workdir"] / "SKILL.md").is_file()
-    told = run_with_fakes(tmp_path, ["bash", "-c", task["run"]], {**task["envs"], "SKYPILOT_NUM_NODES": "2",
-        "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"})  # fmt: skip
-    words = told["accelerate"][0].split()
-    assert (
-        words[words.index("--num_processes") + 1] == "16" and words[words.index("--main_process_ip") + 1] == "10.0.0.1"
-    )
+    ranks = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_RANK": "1"}
+    ranks["SKYPILOT_NODE_IPS"] = "10.0.0.1\n10.0.0.2"
+    words = run_with_fakes(tmp_path, ["bash", "-c", task["run"]], task["envs"] | ranks)["accelerate"][0].split()
+    assert words[words.index("--num_processes") + 1] == "16"
+    assert words[words.index("--main_process_ip") + 1] == "10.0.0.1"
     assert words[words.index("--machine_rank") + 1] == "1" and words[-1] == "--resume"
 
 
@@ -212,8 +211,10 @@ def test_the_slurm_script_launches_once_a_node_and_is_queued_again_before_its_ti
     command = ["bash", str(FOLDER / "slurm.sh"), "--dataset", "my rows.jsonl"]
     told = run_with_fakes(tmp_path, command, job, signalled)
     (words,) = told["accelerate"]
-    assert words.startswith("launch --config_file /skill/assets/accelerate/ddp-multinode.yaml --num_machines 2 "
-                            "--num_processes 8 --machine_rank 0 --main_process_ip first --main_process_port ")  # fmt: skip
+    assert words.startswith(
+        "launch --config_file /skill/assets/accelerate/ddp-multinode.yaml --num_machines 2 --num_processes 8 "
+        "--machine_rank 0 --main_process_ip first --main_process_port "
+    )
     assert words.endswith("/skill/assets/sft_train.py --output /shared/run --resume --dataset my rows.jsonl")
     requeued = [line for line in told["scontrol"] if line.startswith("requeue")]
     if signalled:

@@ -82,7 +82,7 @@ class TaskFlags(DataFlags):
     seed: int = flag(0, "seed of the random sample")
     engine: str = flag(
         "local",
-        "where rows are looked at: here, or on a Ray cluster (RAY_ADDRESS; references/scale.md)",
+        "what looks at the rows: this machine, or a Ray cluster (RAY_ADDRESS; references/scale.md)",
         ("local", "ray"),
     )
 

@@ -23,7 +23,7 @@ export HF_HOME=${HF_HOME:-/shared/huggingface}
 export HF_HUB_OFFLINE=1 # download the model once, before: 64 processes that do it together get in each other's way
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds that a checkpoint may take, within the 300 of --signal
 
-MASTER=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r MASTER < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # the first line
 PORT=$((20000 + SLURM_JOB_ID % 20000)) # another for each job that shares a machine
 export SKILL SCRIPT CONFIG RUN MASTER PORT
 export PID_FILE=/tmp/gemma-$SLURM_JOB_ID.pid GPUS=${SLURM_GPUS_ON_NODE:-8}

@@ -33,11 +33,8 @@ RETRIES = 2  # times that a worker is begun anew, or a piece is given to another
 CONNECT_SECONDS = 10
 BLOCKS = 10_000  # that Ray Data keeps account of; of a set with more pieces, each block has several
 SHARED = "data, their media and the cache of hub and parquet files (HF_HOME) must lie on a disk that all nodes share"
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # fmt: skip
 
 
 def must_be_installed() -> None:
@@ -187,9 +184,7 @@ def _told(problem: Exception, ray):
         if isinstance(found, ray.exceptions.RuntimeEnvSetupError):
             return EnvironmentUnfit(f"a node of the Ray cluster cannot take this library's code ({_first_line(found)})")
         if isinstance(found, ray.exceptions.ObjectStoreFullError | ray.exceptions.OutOfDiskError):
-            return EnvironmentUnfit(
-                "no room left for Ray's object store on a node: free memory, /dev/shm or disk there"
-            )
+            return EnvironmentUnfit("no room left for Ray's object store: free memory, /dev/shm or disk on the nodes")
         seen.add(id(found))
         found = found.__cause__ or found.__context__
     return problem
@@ -271,7 +266,7 @@ def _unfit(problem: BaseException, node: str) -> Exception:
 
 
 def _must_be_here(part, node: str, folder: str) -> None:
-    """Refuse to read another file than the one that was indexed (DataError). Times may differ between nodes a little."""
+    """Refuse to read another file than the one that was indexed (DataError). Times may differ between nodes."""
     if part.stamp is None:  # of a hub data set, which was found in the cache
         return
     now = part._stamp()
