@@ -33,8 +33,9 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-# Weights in units of 1e9: (all that are stored, those that a token passes). Gemma 4's model card, read 2026-12: "E"
-# models look their per-layer embeddings up, and of the 26B 3.8 are active. LoRA r 16 on the language layers, as the
+# Weights in units of 1e9: (all that are stored, those that a token passes). As published for
+# Gemma 4 (apxml.com/models/gemma-4-e2b and its like, read 2026-12): "E" models look their per-layer embeddings up, and
+# of the 26B 3.8 are active. LoRA r 16 on the language layers, as the
 # scripts' default, is about 1 % of what a token passes.
 MODELS = {"E2B": (5.1, 2.3), "E4B": (8.0, 4.5), "12B": (12.0, 12.0), "26B-A4B": (25.2, 3.8), "31B": (30.7, 30.7)}
 LORA_SHARE = 0.01
@@ -45,9 +46,11 @@ ETHERNET = 25 / 8 / 8  # GB/s for each GPU, of 25 Gb/s that eight of them share
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of one GPU. The defaults are an H100 SXM in a machine of eight with a 400 Gb/s adapter for each GPU:
-    NVIDIA's data sheets, read 2026-12 (989e12 FLOP/s in bf16 without sparsity; NVLink 900 GB/s, which is 450 in each
-    direction; 3,350 GB/s of memory; NDR InfiniBand 400 Gb/s = 50 GB/s).
+    """Rates of one GPU. The defaults are an H100 SXM in a machine of eight with a 400 Gb/s adapter for each GPU.
+
+    989e12 FLOP/s in bf16 without sparsity, 3,350 GB/s of memory, NVLink 900 GB/s, which is 450 in each direction:
+    glennklockwood.com/garden/processors/h100, read 2026-12. InfiniBand of 400 Gb/s = 50 GB/s for each GPU: what the
+    machines of MLPerf's inference results v4.1 have. The shares are assumptions.
     """
 
     gpu_flops: float = 989e12

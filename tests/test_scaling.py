@@ -56,9 +56,8 @@ def test_adapters_cost_the_network_next_to_nothing_and_all_weights_at_a_slow_one
         step("full-fsdp2", 64, replace(slow, inter_gbps=2 * slow.inter_gbps)).total < 0.6 * bound.total
     )  # half as long
     moved = step("full-fsdp2", 64, slow).communication / step("full-ddp", 64, slow).communication
-    assert moved == pytest.approx(
-        (2 * 8 + 1) / 2
-    )  # two gathers a micro-batch and a scatter; an all-reduce is two passes
+    # Two gathers a micro-batch and a scatter, of 2 bytes a weight; an all-reduce is two passes over 4 bytes.
+    assert moved == pytest.approx((2 * 8 + 1) * 2 / (2 * 4))
 
 
 def test_what_overlaps_is_not_waited_for():
