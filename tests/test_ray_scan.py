@@ -33,8 +33,10 @@ def cluster():
     import ray
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    made.add_node(num_cpus=1)
+    made = Cluster()
+    made.add_node(wait=False, num_cpus=1, include_dashboard=False)
+    made.add_node(wait=False, num_cpus=1)
+    made.wait_for_nodes(timeout=120)  # 30 are too few for a machine that is busy
     os.environ["RAY_ADDRESS"] = made.address
     yield made
     del os.environ["RAY_ADDRESS"]
@@ -124,6 +126,18 @@ def test_a_worker_that_is_killed_each_time_ends_the_scan(cluster, telling, tmp_p
     data = write(tmp_path / "rows.jsonl", plain(4, words=8))
     with pytest.raises(OutOfMemory, match="again and again"):
         list(ray_scan.scan(telling(data, dies=True), 4, 1))
+
+
+def test_a_node_that_lacks_the_file_ends_the_scan_and_is_named(cluster, tmp_path):
+    from gemma_trainer.media import MediaAccess
+    from gemma_trainer.sources import open_rows
+    from gemma_trainer.tally import Checker
+
+    rows = open_rows([str(write(tmp_path / "rows.jsonl", plain(4, words=8)))])
+    rows.parts[0].place = tmp_path / "only-here.jsonl"
+    checker = Checker(rows, "sft", MediaAccess(), None, np.zeros(2**20, bool), 4)
+    with pytest.raises(DataError, match=r"only-here.jsonl: not there on node \S+ \([\d.]+\): data, their media"):
+        list(ray_scan.scan(checker, 4, 1))
 
 
 # ---- without a cluster
