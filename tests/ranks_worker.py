@@ -15,7 +15,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "skills" / "gemma-trainer" / "assets"))
 
-from gemma_trainer import arguments, demo, models, precision, preference_trainers, ranks, trainers
+from gemma_trainer import arguments, demo, fsdp, models, precision, preference_trainers, ranks, trainers
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.demo import SAMPLES
 
@@ -64,6 +64,7 @@ def make(kind: str, folder: str, rows, targets: str, world: int):
     base = demo.make_model(processor.tokenizer, reward=kind == "reward")
     torch.manual_seed(0)
     model = models.add_lora(base, targets, 4, 8, 0.0)
+    fsdp.declare_layers(model)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

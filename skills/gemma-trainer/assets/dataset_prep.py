@@ -80,6 +80,11 @@ class TaskFlags(DataFlags):
     exact: bool = flag(False, "tokenize every row; by default those that may be too long, and a random sample")
     show_text: bool = flag(False, "show the beginnings of rows that were found")
     seed: int = flag(0, "seed of the random sample")
+    engine: str = flag(
+        "local",
+        "what looks at the rows: this machine, or a Ray cluster (RAY_ADDRESS; references/scale.md)",
+        ("local", "ray"),
+    )
 
 
 @dataclass(frozen=True)
@@ -119,15 +124,24 @@ class SplitFlags(OutputFlags):
     seed: int = flag(7, "seed of the draw")
 
 
-def check(config: CheckFlags) -> dict:
+def _must_be_fit(config: TaskFlags) -> None:
+    """Refuse, before anything heavy is imported, what cannot work."""
     sources.must_exist(*config.data, *config.eval_dataset)
+    if config.engine == "ray":
+        from gemma_trainer.ray_scan import must_be_installed
+
+        must_be_installed()
+
+
+def check(config: CheckFlags) -> dict:
+    _must_be_fit(config)
     from gemma_trainer import verdict
 
     return verdict.check(config)
 
 
 def report(config: ReportFlags) -> dict:
-    sources.must_exist(*config.data, *config.eval_dataset)
+    _must_be_fit(config)
     from gemma_trainer import verdict
 
     return verdict.report(config)

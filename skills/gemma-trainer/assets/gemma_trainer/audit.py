@@ -107,7 +107,7 @@ def makes_logits(model, batch) -> bool:
         model: as it is trained.
         batch: with labels, [B, T], on the model's device.
     """
-    from .trainers import inner_model  # which imports what Unsloth has to come before
+    from .fsdp import inner_model
 
     seen, (rows, length) = [], batch["labels"].shape
 

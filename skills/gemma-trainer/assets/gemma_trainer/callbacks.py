@@ -15,6 +15,7 @@ from tqdm import tqdm
 from . import ranks
 from .errors import Interrupted
 from .files import tell
+from .fsdp import keep_embeddings_whole
 from .goals import Goal, lower_is_better
 
 UNTOLD = (
@@ -31,7 +32,7 @@ class Watchman(transformers.TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.trainer.take_up_log()
-        self.trainer.keep_embeddings_whole()
+        keep_embeddings_whole(self.trainer.model)
         step = state.global_step
         evaluated = any("eval_loss" in entry and entry["step"] == step for entry in state.log_history)
         self.due = bool(step) and args.eval_strategy == "steps" and step % state.eval_steps == 0 and not evaluated

@@ -30,7 +30,7 @@ def facts_of(config, record: dict, data, model, collator, own: dict) -> dict:
         collator: `MultimodalCollator`, whose template and markers the model is trained on.
         own: what the user adds, under "metadata".
     """
-    from .trainers import inner_model
+    from .fsdp import inner_model
 
     family = families.family_of_config(model.config)
     labels = {name: getattr(config, name) for name in ("loss_on", "train_reasoning", "thinking")}

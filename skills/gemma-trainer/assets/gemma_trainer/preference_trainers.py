@@ -15,9 +15,10 @@ from trl.models.utils import _ForwardRedirection
 from . import ranks
 from .arguments import common_arguments, trl_chunks
 from .families import tokenizer_of
+from .fsdp import inner_model
 from .losses import trl_scores_trained_only, use_log_probs
 from .preferences import share_preferred
-from .trainers import WEIGHTS, RowsTrainer, inner_model
+from .trainers import WEIGHTS, RowsTrainer
 
 SPEAKS = 0.01  # probability of an answer's end, below which a model was not tuned on the format
 

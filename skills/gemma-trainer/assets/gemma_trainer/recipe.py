@@ -16,6 +16,7 @@ from .cli import LESS_MEMORY, as_error, note
 from .data import Data
 from .errors import Interrupted, OutOfMemory, UsageError
 from .files import move_whole
+from .fsdp import declare_layers
 from .meter import peak_memory_mb
 from .preparation import steps_of
 from .runs import Run, versions
@@ -76,6 +77,7 @@ def load_model(config, run: Run, model_config, processor):
     quantize, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
     through = _load_with_unsloth if config.backend == "unsloth" else _load
     model = through(config, model_config, processor, precision, quantize)
+    declare_layers(model)
     reason = precision.reason + (unsloth_backend.caveat() if config.backend == "unsloth" else "")
     run.open(4 * checkpoint_bytes(model))  # three checkpoints, since a new one is whole before an old one goes
     if not config.full:

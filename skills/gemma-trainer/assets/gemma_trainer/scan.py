@@ -30,14 +30,19 @@ def scan(work: Callable[[int, int], object], total: int, workers: int | None = N
     Raises:
         OutOfMemory: a worker was killed.
     """
-    workers = workers or (_cores() if total > FEW else 1)
-    size = max(1, min(PIECE, -(-total // (4 * workers))))
-    pieces = [(start, min(start + size, total)) for start in range(0, total, size)]
+    workers = workers or (cores() if total > FEW else 1)
+    pieces = cut(total, workers)
     with Progress(total, doing) as progress:
         results = (work(*piece) for piece in pieces) if workers == 1 else _in_processes(work, pieces, workers)
         for (start, stop), result in zip(pieces, results, strict=True):
             progress.add(stop - start)
             yield result
+
+
+def cut(total: int, workers: int) -> list[tuple[int, int]]:
+    """Consecutive pieces (start, stop) of `range(total)`: several for each worker, and none too large."""
+    size = max(1, min(PIECE, -(-total // (4 * workers))))
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _in_processes(work, pieces: list[tuple[int, int]], workers: int) -> Iterator:
@@ -128,7 +133,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)  # the main process was killed
 
 
-def _cores() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -92,17 +93,27 @@ def take_survey(config, collator=None, details=None) -> Survey:
         keep_all=details is not None,
     )
     total, table = Tally(Findings()), Table()
-    for tally in scan(checker, len(rows), config.num_workers, "checked"):
-        table.append(tally.records)
-        for line in tally.findings.lines() if details else ():
-            details(line)
-        total.merge(tally)
+    with contextlib.closing(_engine(config)(checker, len(rows), config.num_workers, "checked")) as tallies:
+        for tally in tallies:
+            table.append(tally.records)
+            for line in tally.findings.lines() if details else ():
+                details(line)
+            total.merge(tally)
     rows.check_unchanged()
     survey = Survey(names, rows, count, collator, sampled is None or count <= SAMPLED, total, table)
     for line in _whole_set(survey, config):
         if details:
             details(line)
     return survey
+
+
+def _engine(config):
+    """What has the rows looked at: the cores of this machine, or a Ray cluster."""
+    if config.engine == "local":
+        return scan
+    from . import ray_scan
+
+    return ray_scan.scan
 
 
 def common_windows(rows, task: str, seed: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from .collator import Batch, MultimodalCollator
 from .divergence import DivergenceGuard
 from .errors import DataError, EnvironmentUnfit
 from .files import is_disk_full, mib, usual_mode, write_whole
+from .fsdp import inner_model
 from .losses import trl_scores_trained_only, use_chunked_loss
 from .meter import Meter
 from .stats import add_counts
@@ -91,6 +92,9 @@ class RowsTrainer:
             **more,
         )
         self.remove_callback(transformers.PrinterCallback)
+        if self.is_fsdp_enabled:
+            # Checkpoints that inspect_run.py and any number of ranks can read.
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.train_dataset = rows
         self.sampler = LengthGroupedSampler(
             len(rows),
@@ -98,15 +102,6 @@ class RowsTrainer:
             lambda indices: collator.lengths([rows[index] for index in indices]),
             self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
-
-    def keep_embeddings_whole(self) -> None:
-        """Where FSDP2 has the embeddings in a group of their own, as in a reward model, keep them whole behind their
-        forward pass: Gemma reads a row of their weight beside it (`pad_embedding` in its `modeling_*.py`)."""
-        from torch.distributed.fsdp import FSDPModule
-
-        embeddings = inner_model(self.model).get_input_embeddings()
-        if isinstance(embeddings, FSDPModule):
-            embeddings.set_reshard_after_forward(False)
 
     @property
     def spread(self) -> bool:
@@ -463,8 +458,3 @@ def _of_all_ranks(figures: dict) -> dict:
         if name in figures:
             found[name] = of_all(one[name] for one in everywhere)
     return found
-
-
-def inner_model(model):
-    """The model inside a PEFT wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
