@@ -94,6 +94,6 @@ def _watch(config, run: Run, trainer, data: Data, collators) -> list:
             for prompt in data.prompts[:SHOWN_PROMPTS]
         }
     )
-    every = config.eval_prompts_every or max(1, steps_of(config, len(data.rows)) // 10)
+    every = config.eval_prompts_every or max(1, steps_of(config, data.size) // 10)
     asking = Asking(every, config.eval_prompts_max_tokens, config.eval_prompts_temperature)
     return [WatchAnswers(trainer, collators[1], data.prompts, asking, run.add_metrics, config.report_samples)]

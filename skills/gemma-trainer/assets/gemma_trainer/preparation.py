@@ -8,7 +8,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import backends, metadata, sources
+from . import backends, metadata
 from .answer_checks import CHECKS
 from .cli import note
 from .data import Data, check_data, load_data
@@ -26,8 +26,9 @@ DEMO_STEPS = {"sft": 120, "dpo": 120, "reward": 200}
 
 
 # What a resumed run must not change: what is trained, and for what; and what it may, and is told.
-FIXED = """model adapter full quantize lora_r lora_alpha lora_targets beta loss_type loss_weights label_smoothing
-center_rewards_coefficient""".split()
+FIXED = """streaming model adapter full quantize lora_r lora_alpha lora_targets beta loss_type loss_weights
+label_smoothing center_rewards_coefficient""".split()
+FIXED_STREAM = ["seed", "shuffle_buffer"]  # which the rows of a stream that were seen follow from
 CHANGED = "backend lr seed batch_size grad_accum max_len precision loss_on train_reasoning thinking truncation".split()
 
 DPO_LOSSES = (
@@ -49,6 +50,7 @@ def prepare(config, script: str):
     run = open_run(config, script)
     run.record["backend"] = dataclasses.asdict(backend)
     rows = load_data(config)
+    config = with_steps(config, rows)
     check_resumed(config, run, rows)
     model_config, processor = load_processor(config)
     collators = make_collators(config, processor, model_config)
@@ -90,6 +92,7 @@ def check_flags(config) -> None:
         os.environ.setdefault(name, "true")
     os.environ.setdefault("WANDB_CONSOLE", "off")
     _check_goals(config)
+    _check_stream(config)
     if config.demo and (config.eval_dataset or config.test_size):
         raise UsageError("--eval-dataset and --test-size need --dataset: the demo has held-out rows of its own")
     if config.eval_dataset and config.test_size:
@@ -113,6 +116,38 @@ def with_defaults(config):
         "max_steps": config.max_steps or (DEMO_STEPS[config.task] if config.demo and config.epochs == 1 else None),
     }
     return dataclasses.replace(config, **chosen)
+
+
+def with_steps(config, data: Data):
+    """The config with the steps of a stream, which has no end of its own.
+
+    Raises:
+        UsageError: the number of its rows is not known, and --max-steps not given.
+    """
+    if data.stream is None or config.max_steps:
+        return config
+    if data.size is None:
+        raise UsageError(
+            "--streaming: how many rows there are is known of .parquet files alone: give --max-steps (for one pass: "
+            f"rows / {config.batch_size * config.grad_accum}, the rows of a step, / the number of GPUs)"
+        )
+    rows_a_step = config.batch_size * config.grad_accum * int(os.environ.get("WORLD_SIZE", 1))
+    return dataclasses.replace(config, max_steps=max(1, math.ceil(config.epochs * data.size / rows_a_step)))
+
+
+def _check_stream(config) -> None:
+    """Refuse what a stream has not (UsageError)."""
+    if not config.streaming:
+        plain = next(f.default for f in dataclasses.fields(config) if f.name == "shuffle_buffer")
+        if config.shuffle_buffer != plain:
+            raise UsageError("--shuffle-buffer needs --streaming: without it all rows are shuffled")
+        return
+    if config.demo:
+        raise UsageError("--streaming needs --dataset")
+    if config.test_size:
+        raise UsageError("--test-size takes rows by number, which a stream has not: give --eval-dataset a file of them")
+    if config.save_first_batch:
+        raise UsageError("--save-first-batch takes rows by number, which a stream has not")
 
 
 def _check_goals(config) -> None:
@@ -192,19 +227,19 @@ def check_resumed(config, run: Run, data: Data) -> None:
         return
     if (script := run.previous.get("script", run.script)) != run.script:
         raise UsageError(f"--resume: the run in {run.folder} is one of {script}.py")
-    steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
+    steps, before = steps_of(config, data.size), run.previous.get("arguments", {})
     now = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}
     if config.auto_batch and run.previous.get("auto_batch"):  # which changed them
         now = {name: value for name, value in now.items() if name not in ("batch_size", "grad_accum")}
     other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
-    for name in FIXED:
+    for name in FIXED + (FIXED_STREAM if config.streaming else []):
         if name in other:
             told = f"{other[name]} {before[name]}, not {now[name]}"
             raise UsageError(f"--resume: the run in {run.folder} was begun with {told}")
     if told := [f"{flag} {now[name]} (before: {before[name]})" for name, flag in other.items() if name in CHANGED]:
         note(f"going on with other flags: {', '.join(told)}")
     known = run.previous.get("data", {}).get("fingerprint")
-    if known and known != sources.fingerprint(data.names, len(data.rows)):
+    if known and known != data.fingerprint:
         raise UsageError(f"--resume: the data are not those that the run in {run.folder} was begun with")
     if run.previous.get("status") != "done" or not run.previous.get("reported"):
         return
@@ -241,7 +276,7 @@ def make_collators(config, processor, model_config):
     return tuple(MultimodalCollator(processor, config.max_len, **options) for _ in range(2))
 
 
-def steps_of(config, rows: int) -> int:
+def steps_of(config, rows: int | None) -> int:
     """Optimizer steps of a run on one device."""
     if config.max_steps:
         return config.max_steps

@@ -10,7 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from . import extensions, sources, unsloth_backend
+from . import extensions, unsloth_backend
 from .checkpoints import all_checkpoints, checkpoint_bytes, fault_of, step_of
 from .cli import LESS_MEMORY, as_error, note
 from .data import Data
@@ -208,7 +208,7 @@ def _options(config, data: Data) -> dict:
     return {name: getattr(config, name) for name in same} | {
         "precision": precision,
         "max_length": config.max_len,
-        "steps": steps_of(config, len(data.rows)),
+        "steps": steps_of(config, data.size),
         "evaluate": data.eval_rows is not None,
         "workers": workers,
         "report_to": list(config.report_to),
@@ -218,11 +218,12 @@ def _options(config, data: Data) -> dict:
 
 def _make(kind, args, config, run: Run, model, processor, data: Data, collators, **more):
     """The trainer, with all that watches it."""
+    rows = data.rows if data.stream is None else _stream(config, run, args, data, collators[0])
     trainer = unsloth_backend.keep_arguments(
         lambda: kind(
             model,
             args,
-            data.rows,
+            rows,
             collators[0],
             processor,
             data.eval_rows,
@@ -235,6 +236,23 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
         args,
     )
     return extensions.extend(trainer, config, run, model, data, collators)
+
+
+def _stream(config, run: Run, args, data: Data, collator):
+    """The rows of a run with --streaming, those of this rank."""
+    from .streams import RowStream
+
+    return RowStream(
+        data.stream,
+        config.batch_size,
+        seed=config.seed,
+        buffer=config.shuffle_buffer,
+        rank=args.process_index,
+        world=args.world_size,
+        workers=args.dataloader_num_workers,
+        group=run.together,
+        lengths=collator.lengths,
+    )
 
 
 def train(config, run: Run, trainer, data: Data) -> None:
@@ -253,9 +271,9 @@ def train(config, run: Run, trainer, data: Data) -> None:
         arguments=dataclasses.asdict(config),
         data={
             "sources": data.names,
-            "rows": len(data.rows),
+            "rows": data.size,
             "eval_rows": len(data.eval_rows) if data.eval_rows is not None else 0,
-            "fingerprint": sources.fingerprint(data.names, len(data.rows)),
+            "fingerprint": data.fingerprint,
         },
     )
     try:

@@ -43,7 +43,7 @@ class RowsTrainer:
     `stopping`, which gives an evaluation up that is under way where it returns true.
 
     Args:
-        rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`.
+        rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`; `rows` may be a `streams.RowStream`.
         collator, eval_collator: one `MultimodalCollator` each, so that their counters stay apart.
         max_bad_media: largest share of unreadable media, and of unreadable rows, before the run stops.
         on_divergence: "stop", or "skip" the batches whose loss or gradient is no number.
@@ -75,6 +75,7 @@ class RowsTrainer:
         self._before, self._began = 0.0, time.monotonic()
         self._eval_collator = eval_collator or collator
         self._eval_sums, self._eval_counts, self._eval_problems = [0.0, 0], {}, []
+        self.stream = rows if isinstance(rows, torch.utils.data.IterableDataset) else None
         super().__init__(
             model=model,
             args=args,
@@ -89,7 +90,7 @@ class RowsTrainer:
         self.remove_callback(transformers.PrinterCallback)
         self.train_dataset = rows
         self.sampler = LengthGroupedSampler(
-            len(rows),
+            len(rows) if self.stream is None else 0,
             (together or self.args.train_batch_size) * self.args.world_size,
             lambda indices: collator.lengths([rows[index] for index in indices]),
             self.args.seed if self.args.data_seed is None else self.args.data_seed,
@@ -97,6 +98,7 @@ class RowsTrainer:
 
     def train(self, *args, **kwargs):
         self._began = time.monotonic()
+        self.args.ignore_data_skip = self.stream is not None  # which passes over what was delivered by itself
         return super().train(*args, **kwargs)
 
     def seconds(self) -> float:
@@ -111,7 +113,21 @@ class RowsTrainer:
         return self.sampler
 
     def get_train_dataloader(self):
+        if self.stream is not None:
+            return self._apart(self._stream_loader())
         return self._apart(super().get_train_dataloader())
+
+    def _stream_loader(self):
+        """A loader of the stream, which is split over ranks and workers already. Its workers end with the training."""
+        return torch.utils.data.DataLoader(
+            self.stream,
+            batch_size=None,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            multiprocessing_context=self.args.dataloader_multiprocessing_context,
+        )
 
     def _apart(self, loader):
         """Give a loader a random generator of its own. It draws seeds for its workers, more or fewer of them as there
@@ -120,6 +136,13 @@ class RowsTrainer:
         for part in (loader, getattr(loader, "base_dataloader", loader)):
             part.generator = generator
         return loader
+
+    def stream_epoch(self) -> float:
+        """How often the stream's rows were seen up to now; the share of the run, where their number is not known."""
+        steps, rows = self.state.global_step, self.stream.shards.rows
+        if rows is None:
+            return steps / self.state.max_steps
+        return steps * self.args.gradient_accumulation_steps * self.stream.batch_size * self.args.world_size / rows
 
     # -- steps
 
@@ -136,6 +159,8 @@ class RowsTrainer:
             self.meter.waited += waited
             if batch is None:
                 return
+            if self.stream is not None:
+                self.stream.delivered += 1
             yield batch
 
     def _with_gradient(self, loss):
@@ -280,6 +305,7 @@ class RowsTrainer:
         names = "counts problems lengths waited kept best_step".split()
         return {name: getattr(self, name) for name in names} | {
             "seconds": self.seconds(),
+            "stream": None if self.stream is None else self.stream.state(),
             "logged_bytes": self.logged_bytes() if self.logged_bytes else None,
             # What was summed up since the last log, for the next one.
             "unlogged": [self._tr_loss.item(), self._globalstep_last_logged, self._total_loss_scalar],
@@ -298,6 +324,8 @@ class RowsTrainer:
             for name in "counts problems lengths waited kept best_step".split():
                 setattr(self, name, self._resumed[name])
             self._before = self._resumed["seconds"]
+            if self.stream is not None:
+                self.stream.take_up(self._resumed["stream"])
         if (path := Path(checkpoint) / LENGTHS).is_file():
             known = np.load(path)
             if known.shape == self.sampler.lengths.shape:
@@ -370,6 +398,8 @@ class Watchman(transformers.TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.meter.end_step()
+        if self.trainer.stream is not None:  # transformers counts from where the run was resumed
+            state.epoch = self.trainer.stream_epoch()
 
     def on_epoch_end(self, args, state, control, **kwargs):
         """Look at the share of bad media, also where fewer than 100 were seen."""
