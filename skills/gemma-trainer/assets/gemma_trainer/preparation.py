@@ -128,8 +128,8 @@ def with_steps(config, data: Data):
         return config
     if data.size is None:
         raise UsageError(
-            "--streaming: how many rows there are is known of .parquet files alone: give --max-steps (for one pass: "
-            f"rows / {config.batch_size * config.grad_accum}, the rows of a step, / the number of GPUs)"
+            "--streaming: how many rows there are is not known before they are read (but of .parquet files): give "
+            f"--max-steps; one pass takes rows / ({config.batch_size * config.grad_accum} x GPUs)"
         )
     rows_a_step = config.batch_size * config.grad_accum * int(os.environ.get("WORLD_SIZE", 1))
     return dataclasses.replace(config, max_steps=max(1, math.ceil(config.epochs * data.size / rows_a_step)))

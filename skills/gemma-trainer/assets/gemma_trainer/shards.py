@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import archives, stores
-from .errors import CannotLoad, DataError, EnvironmentUnfit, RowError, UsageError
+from .errors import CannotLoad, DataError, EnvironmentUnfit, RowError, TrainerError, UsageError
 from .files import user_path
 from .parts import MAX_RECORD, named, parsed
 from .sources import HUB_ID
@@ -159,11 +159,10 @@ def _found(source: str) -> list[Unit]:
         raise UsageError("an empty name where data is expected (a variable that is not set?)")
     places, named_itself = (_in_store if stores.is_url(source) else _on_disk)(source)
     units = [Unit(place, kind_of(place) or "", size) for place, size in sorted(places)]
-    known = [unit for unit in units if unit.kind and not unit.place.endswith(".rejected.jsonl")]
-    if named_itself and not known:
-        raise DataError(f"{source}: cannot be streamed; known: {KNOWN}")
+    known = [unit for unit in units if unit.kind and (named_itself or not unit.place.endswith(".rejected.jsonl"))]
     if not known:
-        raise DataError(f"{source}: no file there that can be streamed; known: {KNOWN}")
+        told = "cannot be streamed" if named_itself else "no file there that can be streamed"
+        raise DataError(f"{source}: {told}; known: {KNOWN}")
     return known
 
 
@@ -264,12 +263,22 @@ def records(unit: Unit) -> Iterator[Record]:
                     done, tries = number + 1, 0
                     yield record
             return
-        except (OSError, CannotLoad) as problem:  # of the disk or the network
+        except Exception as problem:
+            if not _passing(unit, problem):
+                raise
             tries += 1
             if tries == TRIES or isinstance(problem, FileNotFoundError):
                 told = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
                 raise CannotLoad(f"{unit.place}: cannot be read ({told}); go on with --resume") from None
             time.sleep(PAUSE * tries)
+
+
+def _passing(unit: Unit, problem: Exception) -> bool:
+    """Whether a problem is one of the disk or the network, which may pass: the clients of stores raise errors of their
+    own."""
+    if isinstance(problem, TrainerError | MemoryError):
+        return isinstance(problem, CannotLoad)
+    return isinstance(problem, OSError) or stores.is_url(unit.place)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -55,7 +56,8 @@ class RowStream(IterableDataset):
         self._before, self._first = [0] * self.workers, 0  # rows of each reader, and whose batch comes first
 
     def __iter__(self) -> Iterator[list]:
-        info = get_worker_info()
+        if info := get_worker_info():
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the collator has it
         if (info.num_workers if info else 1) != self.workers:
             raise ValueError(
                 f"{info.num_workers if info else 0} workers read a stream that is split over {self.workers}"

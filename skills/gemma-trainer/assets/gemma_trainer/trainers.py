@@ -324,7 +324,7 @@ class RowsTrainer:
             for name in "counts problems lengths waited kept best_step".split():
                 setattr(self, name, self._resumed[name])
             self._before = self._resumed["seconds"]
-            if self.stream is not None:
+            if self.stream is not None and self._resumed.get("stream"):
                 self.stream.take_up(self._resumed["stream"])
         if (path := Path(checkpoint) / LENGTHS).is_file():
             known = np.load(path)
