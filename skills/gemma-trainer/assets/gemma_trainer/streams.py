@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from .errors import RowError, UsageError
 from .shards import BUFFER_BYTES, Record, Shards, Unit, records
@@ -36,7 +36,7 @@ class RowStream(IterableDataset):
         group: rows that are taken side by side, of near-equal lengths; the batch size by default. 1 measures nothing.
         lengths: takes raw rows and returns the length of each, such as `MultimodalCollator.lengths`.
 
-    Yields lists of `batch_size` raw rows, with a RowError in the place of each that cannot be read.
+    Iterating yields lists of `batch_size` raw rows, with a RowError in the place of each that cannot be read.
 
     Example:
         stream = RowStream(open_shards(["rows-{00..15}.jsonl.gz"]), 8, seed=0, lengths=collator.lengths)
@@ -67,7 +67,24 @@ class RowStream(IterableDataset):
         while True:
             yield list(itertools.islice(rows, self.batch_size))
 
+    def loader(self, collate, args) -> DataLoader:
+        """A loader of the batches, with the workers that `args` (of a trainer of transformers) asks for. They end with
+        the iteration; the stream is split over ranks already, and is not to be split again."""
+        return DataLoader(
+            self,
+            batch_size=None,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+
     # -- where it is
+
+    def epochs(self, batches: int) -> float | None:
+        """How often so many batches of each rank hold all rows; None where nobody knows how many there are."""
+        return batches * self.batch_size * self.world / self.shards.rows if self.shards.rows else None
 
     def state(self) -> dict:
         """What was delivered, the same on all ranks: JSON."""

@@ -114,20 +114,8 @@ class RowsTrainer:
 
     def get_train_dataloader(self):
         if self.stream is not None:
-            return self._apart(self._stream_loader())
+            return self._apart(self.stream.loader(self.data_collator, self.args))
         return self._apart(super().get_train_dataloader())
-
-    def _stream_loader(self):
-        """A loader of the stream, which is split over ranks and workers already. Its workers end with the training."""
-        return torch.utils.data.DataLoader(
-            self.stream,
-            batch_size=None,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            multiprocessing_context=self.args.dataloader_multiprocessing_context,
-        )
 
     def _apart(self, loader):
         """Give a loader a random generator of its own. It draws seeds for its workers, more or fewer of them as there
@@ -136,13 +124,6 @@ class RowsTrainer:
         for part in (loader, getattr(loader, "base_dataloader", loader)):
             part.generator = generator
         return loader
-
-    def stream_epoch(self) -> float:
-        """How often the stream's rows were seen up to now; the share of the run, where their number is not known."""
-        steps, rows = self.state.global_step, self.stream.shards.rows
-        if rows is None:
-            return steps / self.state.max_steps
-        return steps * self.args.gradient_accumulation_steps * self.stream.batch_size * self.args.world_size / rows
 
     # -- steps
 
@@ -399,7 +380,8 @@ class Watchman(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.meter.end_step()
         if self.trainer.stream is not None:  # transformers counts from where the run was resumed
-            state.epoch = self.trainer.stream_epoch()
+            batches = state.global_step * args.gradient_accumulation_steps
+            state.epoch = self.trainer.stream.epochs(batches) or state.global_step / state.max_steps
 
     def on_epoch_end(self, args, state, control, **kwargs):
         """Look at the share of bad media, also where fewer than 100 were seen."""
