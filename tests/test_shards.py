@@ -182,6 +182,13 @@ def test_reading_goes_on_after_a_fault_and_gives_up_in_the_end(tmp_path, monkeyp
         list(found)
 
 
+def test_a_shard_that_is_gone_is_told_by_name_from_a_worker_too(tmp_path):
+    found = shards.open_shards([write(tmp_path / "a.jsonl", numbered(0, 9))])
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(CannotLoad, match=r"^\S+/a.jsonl: cannot be read \(FileNotFoundError"):
+        delivered(streams.RowStream(found, 1, workers=1), 1, workers=1)
+
+
 def test_a_medium_is_fetched_once_to_be_measured_and_opened(store, media):
     store.put(str(media / "red.png"), "/bucket/red.png")
     assert stores.medium("memory://bucket", "red.png") is stores.medium("memory://bucket", "red.png")

@@ -230,6 +230,23 @@ def test_a_run_on_archives_that_is_terminated_ends_as_the_unbroken_one(tmp_path,
     assert logged(tmp_path / "run") == logged(tmp_path / "whole")
 
 
+def test_a_run_out_of_memory_goes_on_with_smaller_batches_and_the_rows_that_are_left(tmp_path, run_here, monkeypatch):
+    file, trained = write(tmp_path / "rows.parquet", numbered(0, 24)), []
+    own = trainers.RowsTrainer.training_step
+
+    def step(self, model, inputs, *more):
+        if self.args.train_batch_size == 4 and self.state.global_step == 3:
+            raise RuntimeError("CUDA out of memory.")
+        trained.append(inputs.rows)
+        return own(self, model, inputs, *more)
+
+    monkeypatch.setattr(trainers.RowsTrainer, "training_step", step)
+    flags = ["--dataset", file, "--batch-size", 4, "--grad-accum", 1, "--auto-batch", "--output", tmp_path / "run"]
+    code, result, _ = run_here("sft_train", *flags)
+    assert code == 0 and result["steps"] == 6 and [len(rows) for rows in trained] == [4] * 3 + [2] * 6
+    assert Counter(itertools.chain(*trained)) == Counter(f"rows.parquet[{number}]" for number in range(24))
+
+
 @pytest.mark.parametrize("name", ["dpo_train", "reward_train"])
 def test_pairs_are_streamed_and_steps_follow_from_a_known_count(tmp_path, run_here, name):
     pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no, never"} for n in range(11)]
