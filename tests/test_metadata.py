@@ -13,6 +13,7 @@ import torch
 from conftest import ASSETS, SAMPLES
 from gemma_trainer import demo, metadata, model_card, run_check, runs
 from gemma_trainer.collator import MultimodalCollator
+from gemma_trainer.data import Data
 from gemma_trainer.errors import UsageError
 from gemma_trainer.families import GEMMA3, GEMMA4
 
@@ -149,7 +150,7 @@ def test_a_text_only_model_has_a_card_of_its_own_though_its_tokenizer_names_an_i
     collator = MultimodalCollator(tokenizer)
     config = types.SimpleNamespace(task="sft", model="google/gemma-3-270m-it", max_len=64, loss_on="all-turns",
                                    train_reasoning=True, thinking="auto", paired=False)  # fmt: skip
-    rows = types.SimpleNamespace(names=[str(SAMPLES / "train.jsonl")], rows=[1], eval_rows=None)
+    rows = Data([{}], None, [str(SAMPLES / "train.jsonl")])
     facts = metadata.facts_of(config, {}, rows, model, collator, {})
     assert facts["takes"] == ["text"] and not {"image", "audio"} & facts["tokens"].keys()
     model.save_pretrained(tmp_path)

@@ -113,6 +113,8 @@ def _check_record(flag: str, record: dict) -> None:
     needed = {"arguments": dict, "data": dict, "precision": str, "quantization": str, "versions": dict}
     if lacking := [name for name, kind in needed.items() if not isinstance(record.get(name), kind)]:
         raise UsageError(f"{flag}: its run.json is damaged, or of an older version: it lacks {lacking[0]}")
+    if record["arguments"].get("streaming"):
+        raise UsageError(f"{flag}: a run with --streaming, which keeps no first batch to compare")
     data, names = record["data"], located(record).get("dataset") or record["data"].get("sources", [])
     sources.must_exist(*names)
     if data.get("fingerprint") != sources.fingerprint(names, data.get("rows", 0)):

@@ -48,6 +48,9 @@ class Watchman(transformers.TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.meter.end_step()
+        if self.trainer.stream is not None:  # transformers counts from where the run was resumed
+            batches = state.global_step * args.gradient_accumulation_steps
+            state.epoch = self.trainer.stream.epochs(batches) or state.global_step / state.max_steps
 
     def on_epoch_end(self, args, state, control, **kwargs):
         """Look at the share of bad media, also where fewer than 100 were seen."""

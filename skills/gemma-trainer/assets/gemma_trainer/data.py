@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import sources
+from . import shards, sources
 from .checks import count_lengths, length_bias
 from .cli import note
+from .columns import ASKED
 from .demo import SAMPLES
 from .errors import DataError, MediaError, RowError
 from .media import MediaAccess, find_media
@@ -17,16 +18,18 @@ from .preferences import Preference, read_preference
 from .rows import read_row
 
 MAX_CHECKED = 200_000  # rows whose form is checked before the run; the rest is checked as it is read
+LOOKED_AT, LOOKED_AT_BYTES = 1000, 64 * 2**20  # the first rows of a stream, which are held in memory
 SHOWN = 5  # bad rows told by name
 DEMO = {False: ("train.jsonl", "heldout.jsonl"), True: ("preferences.jsonl", "preferences-heldout.jsonl")}
 
 
 @dataclass
 class Data:
-    """A run's rows. `first` names, for "image" and "audio", the first row that has one; `missing` lists (row, reason)
-    for those of the `media` whose file is not there."""
+    """A run's rows. Of a stream, `rows` are the first ones, and `stream` is all of it. `first` names, for "image" and
+    "audio", the first row that has one; `missing` lists (row, reason) for those of the `media` whose file is not there.
+    """
 
-    rows: sources.Rows | sources.Subset
+    rows: sources.Rows | sources.Subset | list
     eval_rows: sources.Rows | sources.Subset | None
     names: list[str]
     eval_names: list[str] = field(default_factory=list)
@@ -35,6 +38,17 @@ class Data:
     missing: list[tuple[str, str]] = field(default_factory=list)
     lengths: Counter = field(default_factory=Counter)  # of pairs, see `checks.count_lengths`
     prompts: list = field(default_factory=list)  # of --eval-prompts, see `eval_prompts.read_prompts`
+    stream: shards.Shards | None = None
+
+    @property
+    def size(self) -> int | None:
+        """How many rows there are to train on; None where that is not known before they are read."""
+        return len(self.rows) if self.stream is None else self.stream.rows
+
+    @property
+    def fingerprint(self) -> str:
+        """A short hash that tells these rows from others."""
+        return sources.fingerprint(self.names, len(self.rows)) if self.stream is None else self.stream.fingerprint()
 
 
 def load_data(config) -> Data:
@@ -46,19 +60,42 @@ def load_data(config) -> Data:
     training, heldout = DEMO[config.paired]
     names = [str(SAMPLES / training)] if config.demo else list(config.dataset)
     evaluation = [str(SAMPLES / heldout)] if config.demo else list(config.eval_dataset)
-    rows = sources.open_rows(names)
+    stream = shards.open_shards(names) if getattr(config, "streaming", False) else None
+    rows = sources.open_rows(names) if stream is None else _first_rows(config, stream)
     eval_rows = sources.open_rows(evaluation) if evaluation else None
     if config.test_size:
         rows, eval_rows = split(rows, config.test_size, config.seed)
-    data = Data(rows, eval_rows, names, evaluation)
+    data = Data(rows, eval_rows, names, evaluation, stream=stream)
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
     for part in (rows, eval_rows):
         if part is not None:
-            _check_form(part, data, access, read_preference if config.paired else read_row)
+            read = read_preference if config.paired else read_row
+            _check_form(part, data, access, read, config.max_bad_media if part is rows and stream else 0.0)
     _check_files(config, data)
     if told := length_bias(data.lengths):
         note(f"{told}: the model may learn length instead of what you prefer")
     return data
+
+
+def _first_rows(config, stream: shards.Shards) -> list:
+    """The first rows of a stream, with errors in the place of those that cannot be read; tells what is streamed."""
+    records, size = [], 0
+    for record in stream:
+        records.append(record)
+        size += record.size
+        if len(records) == LOOKED_AT or size > LOOKED_AT_BYTES:
+            break
+    if not records:
+        raise DataError(f"{', '.join(config.dataset)}: the files have no rows")
+    total = "rows of unknown number" if stream.rows is None else f"{stream.rows:,} rows"
+    note(f"streaming {total} from {stream.files:,} files; the form of the first {len(records):,} is checked")
+    fitting = shards.BUFFER_BYTES * len(records) // max(1, size)
+    if fitting < config.shuffle_buffer:
+        note(f"about {fitting:,} of these rows fill the shuffle buffer of {shards.BUFFER_BYTES >> 20} MiB")
+    rows = [record.row() for record in records]
+    if asked := {row.get("prompt") for row in rows if isinstance(row, dict)} & set(ASKED.values()):
+        note(f"media with nothing but a .txt are asked: {' '.join(sorted(asked))}")
+    return rows
 
 
 def split(rows, share: float, seed: int):
@@ -71,8 +108,9 @@ def split(rows, share: float, seed: int):
     return sources.Subset(rows, kept), sources.Subset(rows, sorted(chosen))
 
 
-def _check_form(rows, data: Data, access: MediaAccess, read) -> None:
-    """Read each row's form, and look whether the media files it names are there, without opening any."""
+def _check_form(rows, data: Data, access: MediaAccess, read, allowed: float = 0.0) -> None:
+    """Read each row's form, and look whether the media files it names are there, without opening any. Bad rows are
+    refused, or told where they are no more than the `allowed` share."""
     first_bad, others, total = "", [], 0
     for index in range(min(len(rows), MAX_CHECKED)):
         try:
@@ -94,6 +132,9 @@ def _check_form(rows, data: Data, access: MediaAccess, read) -> None:
                 data.missing.append((row.name, str(problem)))
     if total:
         more = f"\n{total} bad rows in all, also {', '.join(others)}" + (", ..." if total > SHOWN else "")
+        if total <= allowed * len(rows):
+            note(f"{first_bad}{more if others else ''} (it is left out, as others will be, and counted)")
+            return
         more += " (dataset_prep.py check tells what is wrong with all of them)"
         raise DataError(first_bad + (more if others else ""))
 
@@ -123,8 +164,9 @@ def check_data(config, data: Data, collator) -> None:
         collator.check_modality(kind, name)
     if not something_is_trained(data.rows, collator):
         wanted = "two answers" if config.paired else "an assistant token"
+        looked_at = f"{'the first ' if data.stream else ''}{len(data.rows)} rows"
         raise DataError(
-            f"nothing to train: none of {len(data.rows)} rows has {wanted} within --max-len {config.max_len} "
+            f"nothing to train: none of {looked_at} has {wanted} within --max-len {config.max_len} "
             f"({_untrained_reason(collator.stats)})"
         )
     if data.eval_rows is not None and not something_is_trained(data.eval_rows, collator):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class TrainerError(Exception):
     """An error that is told to the user without a traceback.
@@ -14,7 +16,7 @@ class TrainerError(Exception):
 
     def __init__(self, message: str):
         if message.startswith("Caught "):  # torch hands on a worker's error as the text of its traceback
-            message = message.strip().splitlines()[-1].split("Error: ", 1)[-1]
+            message = re.sub(r"^(\w+\.)+\w+: ", "", message.strip().splitlines()[-1])
         super().__init__(message)
 
 

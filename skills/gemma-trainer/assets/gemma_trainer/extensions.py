@@ -62,12 +62,12 @@ def extend(trainer, config, run: Run, model, data: Data, collators):
 
 def check_in_use(trainer, collators, callbacks) -> None:
     """Raise (TrainerError) where a trainer has lost a collator, a callback, or a method of `RowsTrainer`."""
-    from .trainers import RowsTrainer
+    from .saving import SavesWhole
 
     lost = [type(callback).__name__ for callback in callbacks if callback not in trainer.callback_handler.callbacks]
     if trainer.data_collator is not collators[0] or trainer._eval_collator is not collators[1]:
         lost.append("the collator")
-    own = {kind for kind in type(trainer).__mro__ if issubclass(kind, RowsTrainer)}
+    own = {kind for kind in type(trainer).__mro__ if issubclass(kind, SavesWhole)}
     for name in OWN_METHODS:
         first = next(kind for kind in type(trainer).__mro__ if name in vars(kind))
         if name in vars(trainer) or first not in own:
@@ -94,6 +94,6 @@ def _watch(config, run: Run, trainer, data: Data, collators) -> list:
             for prompt in data.prompts[:SHOWN_PROMPTS]
         }
     )
-    every = config.eval_prompts_every or max(1, steps_of(config, len(data.rows)) // 10)
+    every = config.eval_prompts_every or max(1, steps_of(config, data.size) // 10)
     asking = Asking(every, config.eval_prompts_max_tokens, config.eval_prompts_temperature)
     return [WatchAnswers(trainer, collators[1], data.prompts, asking, run.add_metrics, config.report_samples)]

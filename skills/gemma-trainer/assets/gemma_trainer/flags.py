@@ -34,6 +34,10 @@ class TrainingFlags:
     )
     eval_dataset: tuple[str, ...] = flag((), "rows to evaluate on")
     test_size: float = flag(0.0, "share of --dataset to keep for evaluation instead, such as 0.1")
+    streaming: bool = flag(
+        False, "read --dataset from front to end, shard by shard: .jsonl[.gz], .parquet, .tar, also by URL (s3:// ...)"
+    )
+    shuffle_buffer: int = flag(10_000, "rows that --streaming shuffles in (256 MiB at most)")
     output: str | None = flag(help="run folder (default: runs/<script>-<date-time>)")
     overwrite: bool = flag(False, "replace the run that --output holds")
     resume: bool = flag(False, "go on from the last whole checkpoint in --output; begin where there is none")
@@ -155,7 +159,7 @@ class CollatorFlags:
 def check_ranges(values: dict) -> None:
     """Refuse numbers that mean nothing (UsageError)."""
     positive = """max_len max_steps batch_size grad_accum lora_r lora_alpha epochs lr save_steps eval_steps max_minutes
-    eval_prompts_every eval_prompts_max_tokens"""
+    eval_prompts_every eval_prompts_max_tokens shuffle_buffer"""
     for name in positive.split():
         if values.get(name) is not None and not 0 < values[name] < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {values[name]}")

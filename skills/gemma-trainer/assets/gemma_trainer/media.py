@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from . import stores
 from .errors import MediaError
 from .files import silent_stderr, user_path
 
@@ -348,6 +349,8 @@ def find_media(value: Any, folder: Path | None = None, access: MediaAccess = Med
     """
     if isinstance(value, Mapping) and value.get("bytes") is None and value.get("array") is None:
         value = value.get("path") or value.get("url")
+    if isinstance(folder, str) and access.root is None:  # an object store, which is asked once
+        return
     if isinstance(value, str | Path) and not str(value).startswith("data:"):
         if not (access.remote and re.match(r"https?://", str(value), re.IGNORECASE)):
             _content(value, folder, access)
@@ -375,7 +378,13 @@ def _content(value, folder: Path | None, access: MediaAccess) -> bytes | Path:
         text = unquote(local[1])
     elif re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", text):
         return _remote(text, access)
-    return _local(Path(text), folder, access)
+    return _stored(text, folder, access) if isinstance(folder, str) else _local(Path(text), folder, access)
+
+
+def _stored(text: str, folder: str, access: MediaAccess) -> bytes:
+    if access.root is not None:
+        raise MediaError("a file of an object store lies outside the media root", "media_outside_root")
+    return stores.medium(folder, text)
 
 
 def _data_uri(text: str) -> bytes:

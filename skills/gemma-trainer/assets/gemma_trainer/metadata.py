@@ -48,9 +48,9 @@ def facts_of(config, record: dict, data, model, collator, own: dict) -> dict:
             **({"adapter": shown_name(config.adapter)} if getattr(config, "adapter", None) else {}),
             "data": {
                 "names": [shown_name(name) for name in data.names],
-                "fingerprint": sources.fingerprint(data.names, len(data.rows)),
+                "fingerprint": data.fingerprint,
                 "version": own.get("data_version"),
-                "rows": len(data.rows),
+                "rows": data.size,
                 "eval_rows": len(data.eval_rows or ()),
             },
             "chat_template": template_facts(collator.renderer.template),

@@ -11,6 +11,11 @@ TASKS = {
 }
 
 
+def told_rows(data: dict) -> str:
+    """How many rows a model was trained on, in words; of a stream that may not be known."""
+    return "rows of unknown number" if data["rows"] is None else f"{data['rows']:,} rows"
+
+
 def card(facts: dict, adapter: bool) -> str:
     """The text of README.md: the hub's metadata, what the model is, and how to load it.
 
@@ -30,7 +35,7 @@ def card(facts: dict, adapter: bool) -> str:
     if facts["task"] == "reward":
         loss = "the score at the last token of each conversation"
     start = f", going on from the adapter `{facts['adapter']}`" if "adapter" in facts else ""
-    sizes = f"{data['rows']:,} rows" + (f", {data['eval_rows']:,} held out" if data["eval_rows"] else "")
+    sizes = told_rows(data) + (f", {data['eval_rows']:,} held out" if data["eval_rows"] else "")
     template = facts["chat_template"]
     warned = ", and in `adapter_config.json` under `custom_metadata`, a key that PEFT warns of and passes over"
     warned = warned if adapter else ""

@@ -8,11 +8,12 @@ import itertools
 
 from . import ranks
 from .cli import note
+from .collected import collected
 from .data import Data
 from .errors import RowError
 from .preferences import read_preference
 from .preparation import steps_of
-from .recipe import FULL, collected
+from .recipe import FULL
 from .rows import read_row
 from .runs import Run
 from .targets import messages_row
@@ -172,9 +173,9 @@ def plan(config, run: Run, data: Data, model_config, collator) -> dict:
     counters = {name: count for name, count in collator.stats.items() if count and name != "padding"}
     result = {"status": "dry-run", "demo": config.demo, "run": str(run.folder), "model": config.model, **trains}
     result |= {
-        "rows": len(data.rows),
+        "rows": data.size,
         "eval_rows": len(data.eval_rows or ()),
-        "steps": steps_of(config, len(data.rows)),
+        "steps": steps_of(config, data.size),
     }
     if data.prompts:
         result["eval_prompts"] = len(data.prompts)
@@ -185,12 +186,18 @@ def plan(config, run: Run, data: Data, model_config, collator) -> dict:
         f"{trains['trainable_parameters']:,} of {trains['total_parameters']:,} parameters",
         f"device   {precision.reason}; {quantized}",
         f"backend  {run.record['backend']['name']}: {run.record['backend']['reason']}",
-        f"data     {result['rows']} rows to train on, {result['eval_rows']} to evaluate on; {result['steps']} steps",
+        f"data     {_told_rows(data)} to train on, {result['eval_rows']} to evaluate on; {result['steps']} steps",
         f"rows     in the first {looked_at}: {_told(counters)}",
         f"run      would be written to {run.folder}",
     ]
     lines.insert(4, f"every    {_told_intervals(config, data, result['steps'])}")
     return result | {"summary": "\n".join(lines)}
+
+
+def _told_rows(data: Data) -> str:
+    if data.stream is None:
+        return f"{data.size} rows"
+    return f"{'an unknown number of' if data.size is None else data.size} rows in {data.stream.files:,} files"
 
 
 def _told(counters: dict) -> str:

@@ -149,12 +149,17 @@ class _Records(Part):
 
 class JsonLines(_Records):
     def _parse(self, name: str, text: str) -> dict:
-        try:
-            return named(json.loads(text), name, self.folder)
-        except json.JSONDecodeError as problem:
-            raise RowError(name, f"not valid JSON ({_told(problem)} at column {problem.colno})", "bad_json") from None
-        except (ValueError, RecursionError):
-            raise RowError(name, "JSON with a number or a nesting beyond all bounds", "bad_json") from None
+        return named(parsed(text, name), name, self.folder)
+
+
+def parsed(text: str, name: str):
+    """What a line of JSON holds; raises RowError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise RowError(name, f"not valid JSON ({_told(problem)} at column {problem.colno})", "bad_json") from None
+    except (ValueError, RecursionError):
+        raise RowError(name, "JSON with a number or a nesting beyond all bounds", "bad_json") from None
 
 
 class Csv(_Records):

@@ -26,8 +26,9 @@ DEMO_STEPS = {"sft": 120, "dpo": 120, "reward": 200}
 
 
 # What a resumed run must not change: what is trained, and for what; and what it may, and is told.
-FIXED = """model adapter full quantize lora_r lora_alpha lora_targets beta loss_type loss_weights label_smoothing
-center_rewards_coefficient""".split()
+FIXED = """streaming model adapter full quantize lora_r lora_alpha lora_targets beta loss_type loss_weights
+label_smoothing center_rewards_coefficient""".split()
+FIXED_STREAM = ["seed", "shuffle_buffer"]  # which the rows of a stream that were seen follow from
 CHANGED = "backend lr seed batch_size grad_accum max_len precision loss_on train_reasoning thinking truncation".split()
 
 DPO_LOSSES = (
@@ -51,6 +52,7 @@ def prepare(config, script: str):
     run.record["backend"] = dataclasses.asdict(backend)
     rows = load_data(config)
     check_same_data(rows)
+    config = with_steps(config, rows)
     check_resumed(config, run, rows)
     model_config, processor = load_processor(config)
     collators = make_collators(config, processor, model_config)
@@ -62,8 +64,8 @@ def prepare(config, script: str):
 
 def check_same_data(data: Data) -> None:
     """Refuse data files that are not the same for all ranks (DataError): each would train on rows of its own."""
-    found = [sources.fingerprint(names, 0) for names in (data.names, data.eval_names)]
-    if len({tuple(one) for one in ranks.gathered(found)}) > 1:
+    found = data.fingerprint, sources.fingerprint(data.eval_names, 0)
+    if len(set(ranks.gathered(found))) > 1:
         raise DataError("the data files are not the same on all machines: copy them, or put them on a shared disk")
 
 
@@ -99,6 +101,7 @@ def check_flags(config) -> None:
         os.environ.setdefault(name, "true")
     os.environ.setdefault("WANDB_CONSOLE", "off")
     _check_goals(config)
+    _check_stream(config)
     if config.auto_batch and ranks.world() > 1:
         raise UsageError("--auto-batch is for one process: one of several that runs out of memory cannot go back alone")
     if config.demo and (config.eval_dataset or config.test_size):
@@ -124,6 +127,38 @@ def with_defaults(config):
         "max_steps": config.max_steps or (DEMO_STEPS[config.task] if config.demo and config.epochs == 1 else None),
     }
     return dataclasses.replace(config, **chosen)
+
+
+def with_steps(config, data: Data):
+    """The config with the steps of a stream, which has no end of its own.
+
+    Raises:
+        UsageError: the number of its rows is not known, and --max-steps not given.
+    """
+    if data.stream is None or config.max_steps:
+        return config
+    if data.size is None:
+        raise UsageError(
+            "--streaming: how many rows there are is not known before they are read (but of .parquet files): give "
+            f"--max-steps; one pass takes rows / ({config.batch_size * config.grad_accum} x GPUs)"
+        )
+    rows_a_step = config.batch_size * config.grad_accum * ranks.world()
+    return dataclasses.replace(config, max_steps=max(1, math.ceil(config.epochs * data.size / rows_a_step)))
+
+
+def _check_stream(config) -> None:
+    """Refuse what a stream has not (UsageError)."""
+    if not config.streaming:
+        plain = next(f.default for f in dataclasses.fields(config) if f.name == "shuffle_buffer")
+        if config.shuffle_buffer != plain:
+            raise UsageError("--shuffle-buffer needs --streaming: without it all rows are shuffled")
+        return
+    if config.demo:
+        raise UsageError("--streaming needs --dataset")
+    if config.test_size:
+        raise UsageError("--test-size takes rows by number, which a stream has not: give --eval-dataset a file of them")
+    if config.save_first_batch:
+        raise UsageError("--save-first-batch takes rows by number, which a stream has not")
 
 
 def _check_goals(config) -> None:
@@ -203,20 +238,20 @@ def check_resumed(config, run: Run, data: Data) -> None:
         return
     if (script := run.previous.get("script", run.script)) != run.script:
         raise UsageError(f"--resume: the run in {run.folder} is one of {script}.py")
-    steps, before = steps_of(config, len(data.rows)), run.previous.get("arguments", {})
+    steps, before = steps_of(config, data.size), run.previous.get("arguments", {})
     now = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}
     _check_ranks(config, run)
     if config.auto_batch and run.previous.get("auto_batch"):  # which changed them
         now = {name: value for name, value in now.items() if name not in ("batch_size", "grad_accum")}
     other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
-    for name in FIXED:
+    for name in FIXED + (FIXED_STREAM if config.streaming else []):
         if name in other:
             told = f"{other[name]} {before[name]}, not {now[name]}"
             raise UsageError(f"--resume: the run in {run.folder} was begun with {told}")
     if told := [f"{flag} {now[name]} (before: {before[name]})" for name, flag in other.items() if name in CHANGED]:
         note(f"going on with other flags: {', '.join(told)}")
     known = run.previous.get("data", {}).get("fingerprint")
-    if known and known != sources.fingerprint(data.names, len(data.rows)):
+    if known and known != data.fingerprint:
         raise UsageError(f"--resume: the data are not those that the run in {run.folder} was begun with")
     if run.previous.get("status") != "done" or not run.previous.get("reported"):
         return
@@ -239,6 +274,8 @@ def _check_ranks(config, run: Run) -> None:
         )
     if before["world"] == now:
         return
+    if config.streaming:
+        raise UsageError(f"--resume: a stream goes on with the {before['world']} processes it began with, not {now}")
     rows, ours = before["rows_a_step"], config.batch_size * config.grad_accum * now
     if rows != ours:
         able = next((size for size in range(config.batch_size, 0, -1) if rows % (size * now) == 0), None)
@@ -281,7 +318,7 @@ def make_collators(config, processor, model_config):
     return tuple(MultimodalCollator(processor, config.max_len, **options) for _ in range(2))
 
 
-def steps_of(config, rows: int) -> int:
+def steps_of(config, rows: int | None) -> int:
     """Optimizer steps of a run."""
     if config.max_steps:
         return config.max_steps

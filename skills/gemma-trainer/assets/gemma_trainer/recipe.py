@@ -10,14 +10,14 @@ import shlex
 import sys
 from pathlib import Path
 
-from . import extensions, ranks, sources, unsloth_backend
+from . import extensions, ranks, unsloth_backend
 from .checkpoints import all_checkpoints, checkpoint_bytes, fault_of, step_of
 from .cli import LESS_MEMORY, as_error, note
-from .data import Data
+from .collected import collected
+from .data import MAX_CHECKED, Data
 from .errors import Interrupted, OutOfMemory, UsageError
 from .files import move_whole
 from .fsdp import declare_layers
-from .meter import peak_memory_mb
 from .preparation import steps_of
 from .runs import Run, versions
 
@@ -211,7 +211,7 @@ def _options(config, data: Data) -> dict:
     return {name: getattr(config, name) for name in same} | {
         "precision": precision,
         "max_length": config.max_len,
-        "steps": steps_of(config, len(data.rows)),
+        "steps": steps_of(config, data.size),
         "evaluate": data.eval_rows is not None,
         "workers": workers,
         "report_to": list(config.report_to),
@@ -221,6 +221,7 @@ def _options(config, data: Data) -> dict:
 
 def _make(kind, args, config, run: Run, model, processor, data: Data, collators, **more):
     """The trainer, with all that watches it."""
+    rows = data.rows if data.stream is None else _stream(config, run, args, data, collators[0])
     together = run.together or config.batch_size * ranks.world()
     run.record["ranks"] = {
         "world": ranks.world(),
@@ -232,7 +233,7 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
         lambda: kind(
             model,
             args,
-            data.rows,
+            rows,
             collators[0],
             processor,
             data.eval_rows,
@@ -248,13 +249,32 @@ def _make(kind, args, config, run: Run, model, processor, data: Data, collators,
     return extensions.extend(trainer, config, run, model, data, collators)
 
 
+def _stream(config, run: Run, args, data: Data, collator):
+    """The rows of a run with --streaming, those of this rank."""
+    from .streams import RowStream
+
+    return RowStream(
+        data.stream,
+        config.batch_size,
+        seed=config.seed,
+        buffer=config.shuffle_buffer,
+        rank=args.process_index,
+        world=args.world_size,
+        workers=args.dataloader_num_workers,
+        group=run.together,
+        lengths=collator.lengths,
+    )
+
+
 def _keep_in_step(config, trainer, data: Data, collators) -> None:
     """Where several ranks must run the same towers in each batch, since the weights are spread over them or the towers
     are trained, have every batch bring every kind of medium."""
     from .models import trained_kinds
 
     trained, spread = trained_kinds(trainer.model), trainer.spread
-    kinds = (set(data.first) | trained) & collators[0].modalities
+    all_seen = data.stream is None and len(data.rows) <= MAX_CHECKED
+    known = set(data.first) if all_seen else {"image", "audio"}
+    kinds = (known | trained) & collators[0].modalities
     if ranks.world() == 1 or not kinds or not (trained or spread):
         return
     if config.placeholders not in (None, "always"):
@@ -281,9 +301,9 @@ def train(config, run: Run, trainer, data: Data) -> None:
         arguments=dataclasses.asdict(config),
         data={
             "sources": data.names,
-            "rows": len(data.rows),
+            "rows": data.size,
             "eval_rows": len(data.eval_rows) if data.eval_rows is not None else 0,
-            "fingerprint": sources.fingerprint(data.names, len(data.rows)),
+            "fingerprint": data.fingerprint,
         },
     )
     try:
@@ -367,55 +387,9 @@ def _checkpoint(run: Run) -> str | None:
 
 def _logged_bytes(run: Run, checkpoint: Path) -> int:
     """How much of `metrics.jsonl` was written when a checkpoint was; all where it does not tell."""
-    from .trainers import COLLECTED
+    from .saving import COLLECTED
 
     path = checkpoint / COLLECTED
     told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     size = told.get("logged_bytes")
     return run.metrics_size() if size is None else size  # 0 where nothing was logged yet
-
-
-def _history(run: Run, trainer) -> list[dict]:
-    """What was logged; where an earlier step's model is saved, without what was measured of later ones."""
-    best = run.record.get("best")
-    if not best:
-        return trainer.state.log_history
-    measured = [entry for entry in trainer.state.log_history if entry["step"] <= best["step"]]
-    later = [entry for entry in trainer.state.log_history if entry["step"] > best["step"]]
-    of_training = [{k: v for k, v in e.items() if not k.startswith(("eval_", "gen/"))} for e in later]
-    return measured + of_training
-
-
-def collected(run: Run, trainer, gathered=lambda value: [value]) -> dict:
-    """What the trainer counted, for `run.json`; of a resumed run, from its first step on.
-
-    Args:
-        gathered: `ranks.gathered`, where all ranks have come here; by default this one speaks for itself.
-    """
-    from .callbacks import UNTOLD
-
-    history = _history(run, trainer)
-    last = {key: value for entry in history for key, value in entry.items() if key not in ("step", "epoch")}
-    metrics = {key: value for key, value in last.items() if isinstance(value, int | float) and key not in UNTOLD}
-    losses = [entry["loss"] for entry in run.metrics() if "loss" in entry]
-    if losses:  # the trainer's own mean leaves out the steps before a resumed checkpoint
-        metrics["train_loss"] = sum(losses) / len(losses)
-    seconds = trainer.seconds()
-    counted = trainer.collected(gathered)
-    waited = counted["waited"]
-    return {
-        "step": trainer.state.global_step,
-        "steps": trainer.state.global_step,
-        "eta_s": 0,
-        "counters": counted["counts"],
-        "problems": [f"{row}: {reason}" for row, reason in counted["problems"]],
-        "lengths": counted["lengths"],
-        "peak_memory_mb": max(gathered(peak_memory_mb())),
-        "metrics": metrics,
-        "timing": {
-            "train_s": round(seconds, 1),
-            "data_wait_s": round(waited, 1),
-            "data_wait_share": round(waited / max(seconds, 1e-9), 3),
-            "workers": trainer.args.dataloader_num_workers,
-        },
-    }

@@ -55,7 +55,7 @@ class Row:
     tools: list | None = None
     media: list[Media] = field(default_factory=list)
     trained: bool = True
-    folder: Path | None = None
+    folder: Path | str | None = None  # where its relative paths begin; a URL where the row is from an object store
     margin: float | None = None  # of the chosen side of a pair, by how much it is better
 
 
@@ -78,6 +78,8 @@ def read_row(raw: Mapping, name: str = "row") -> Row:
 def opened(raw: Mapping, name: str):
     """A row's name, its folder, and its fields without what Arrow filled with None; faults met inside become a
     RowError that names the row."""
+    if isinstance(raw, RowError):  # which stands where a row could not even be read
+        raise raw
     if not isinstance(raw, Mapping):
         raise RowError(name, f"a row must be an object, found {type(raw).__name__}", "wrong_type")
     name, folder = raw.get(SOURCE) or (name, None)
@@ -106,8 +108,8 @@ def make_row(name: str, folder, fields: dict, messages: list[dict], text: str | 
 
 
 @functools.lru_cache(16)
-def _folder(folder: str | None) -> Path | None:
-    return Path(folder) if folder else None
+def _folder(folder: str | None) -> Path | str | None:
+    return folder if not folder or "://" in folder else Path(folder)
 
 
 def _check_unicode(row: Row) -> None:

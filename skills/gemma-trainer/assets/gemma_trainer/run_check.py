@@ -14,6 +14,7 @@ from pathlib import Path
 
 from . import metadata
 from .errors import CannotLoad, EnvironmentUnfit
+from .model_card import told_rows
 from .runs import metrics_of
 
 LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
@@ -147,7 +148,7 @@ def _facts(path: Path, kind: str, facts: dict | None) -> Iterator[Finding]:
             told = f"adapter_config.json has lost its {metadata.KEY}, or has another; {metadata.FILE} is what lasts"
             yield Finding("metadata", None, told)
             return
-    yield Finding("metadata", True, f"{facts['task']} on {facts['data']['rows']} rows")
+    yield Finding("metadata", True, f"{facts['task']} on {told_rows(facts['data'])}")
 
 
 def _base_name(path: Path, kind: str) -> str:
@@ -352,7 +353,7 @@ def _told_facts(facts: dict) -> Iterator[str]:
     if not facts:
         return
     base, data = facts["base_model"], facts["data"]
-    yield f"task     {facts['task']} on {', '.join(data['names'])}: {data['rows']} rows"
+    yield f"task     {facts['task']} on {', '.join(data['names'])}: {told_rows(data)}"
     yield f"data     fingerprint {data['fingerprint']}, version {data.get('version') or 'unknown'}"
     yield f"base     {base['name']}, revision {base.get('revision') or 'unknown'}, {base.get('license')}"
     for key, value in facts.get("metadata", {}).items():

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import datasets
-import numpy as np
 import torch
 import transformers
 import trl
@@ -17,24 +12,19 @@ import trl
 from . import ranks
 from .batching import LengthGroupedSampler, RankBatches
 from .callbacks import Watchman
-from .checkpoints import checkpoint_bytes, checkpoints, put_in_place, rotate, seal, size_of
 from .collator import Batch, MultimodalCollator
 from .divergence import DivergenceGuard
-from .errors import DataError, EnvironmentUnfit
-from .files import is_disk_full, mib, usual_mode, write_whole
+from .errors import DataError
 from .fsdp import inner_model
 from .losses import trl_scores_trained_only, use_chunked_loss
 from .meter import Meter
+from .saving import MAX_LENGTHS, MAX_NAMED, SavesWhole
 from .stats import add_counts
 
-COLLECTED = "collected.json"  # in each checkpoint: what the trainer keeps beside transformers' own state
-LENGTHS = "lengths.npy"  # in each checkpoint: the lengths of rows as the sampler knows them
 WEIGHTS = "weights"  # among the metrics of batches: how much each counts
-MAX_NAMED = 1000  # problems kept by name
-MAX_LENGTHS = 20_000  # row lengths kept for the report's histogram
 
 
-class RowsTrainer:
+class RowsTrainer(SavesWhole):
     """What TRL's trainers need to train on rows that the collator reads itself: mixed in before one of them.
 
     Checkpoints appear whole or not at all. Rows of near-equal lengths are trained together (see
@@ -47,7 +37,7 @@ class RowsTrainer:
     `stopping` and `all_stopping`, which give an evaluation up that is under way where they return true.
 
     Args:
-        rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`.
+        rows, eval_rows: map-style data sets of raw rows, such as `sources.Rows`; `rows` may be a `streams.RowStream`.
         collator, eval_collator: one `MultimodalCollator` each, so that their counters stay apart.
         max_bad_media: largest share of unreadable media, and of unreadable rows, before the run stops.
         on_divergence: "stop", or "skip" the batches whose loss or gradient is no number.
@@ -61,9 +51,6 @@ class RowsTrainer:
         EnvironmentUnfit: the disk has no room for a checkpoint.
     """
 
-    describe: Callable[[Path], None] | None = None
-    logged_bytes: Callable[[], int] | None = None
-    best_step: int | None = None
     ended = False  # resumed where it had come to its end
 
     def __init__(self, model, args, rows, collator, processor, eval_rows=None, eval_collator=None,
@@ -80,6 +67,7 @@ class RowsTrainer:
         self._before, self._began = 0.0, time.monotonic()
         self._eval_collator = eval_collator or collator
         self._eval_sums, self._eval_counts, self._eval_problems = [0.0, 0], {}, []
+        self.stream = rows if isinstance(rows, torch.utils.data.IterableDataset) else None
         super().__init__(
             model=model,
             args=args,
@@ -97,7 +85,7 @@ class RowsTrainer:
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.train_dataset = rows
         self.sampler = LengthGroupedSampler(
-            len(rows),
+            len(rows) if self.stream is None else 0,
             together or self.args.train_batch_size * self.args.world_size,
             lambda indices: collator.lengths([rows[index] for index in indices]),
             self.args.seed if self.args.data_seed is None else self.args.data_seed,
@@ -110,6 +98,7 @@ class RowsTrainer:
 
     def train(self, *args, **kwargs):
         self._began = time.monotonic()
+        self.args.ignore_data_skip = self.stream is not None  # which passes over what was delivered by itself
         return super().train(*args, **kwargs)
 
     def seconds(self) -> float:
@@ -125,6 +114,8 @@ class RowsTrainer:
         return False
 
     def get_train_dataloader(self):
+        if self.stream is not None:
+            return self.stream.loader(self.data_collator, self.args)
         persistent = self.args.dataloader_persistent_workers
         return self._loader(self.train_dataset, self.batches(), self.data_collator, persistent)
 
@@ -181,6 +172,8 @@ class RowsTrainer:
             self.meter.waited += waited
             if batch is None:
                 return
+            if self.stream is not None:
+                self.stream.delivered += 1
             yield batch
 
     def _with_gradient(self, loss):
@@ -274,114 +267,6 @@ class RowsTrainer:
         self.check_media(1, counts, [problem for *_, problems in everywhere for problem in problems])
         output.metrics[f"{metric_key_prefix}_loss"] = total / max(weight, 1)
         return output
-
-    # -- checkpoints
-
-    def _save(self, output_dir=None, state_dict=None):
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir)
-        (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to load
-        for weights in folder.glob("*.safetensors"):
-            weights.chmod(usual_mode())  # which only their owner could read
-        if self.describe:
-            self.describe(folder)
-
-    def _save_checkpoint(self, model, trial):
-        """Write a checkpoint beside its place and move it there whole; then drop the oldest beyond the limit."""
-        final, limit = Path(self.args.output_dir), self.args.save_total_limit
-        unfinished = final / ".unfinished"
-        folder = unfinished / f"checkpoint-{self.state.global_step}"
-        self.args.output_dir, self.args.save_total_limit = str(unfinished), None
-        try:
-            transformers.Trainer._save_checkpoint(self, model, trial)
-            collected = json.dumps(self._collected())
-            self.accelerator.wait_for_everyone()  # each rank has written a file of its own
-            if self.args.should_save:
-                write_whole(folder / COLLECTED, collected)
-                np.save(folder / LENGTHS, self.sampler.lengths)
-                seal(folder)
-                put_in_place(folder, final)
-        except BaseException as problem:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if is_disk_full(problem):
-                raise EnvironmentUnfit(self._told_full(final)) from None
-            raise
-        finally:
-            self.args.output_dir, self.args.save_total_limit = str(final), limit
-        if self.args.should_save:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            rotate(final, limit, self.best_step)
-        self.accelerator.wait_for_everyone()
-
-    def _told_full(self, final: Path) -> str:
-        whole = checkpoints(final)
-        needed = size_of(whole[-1]) if whole else checkpoint_bytes(self.model)
-        free = shutil.disk_usage(final).free
-        told = f"no room for the checkpoint of step {self.state.global_step}: it takes about {mib(needed)}, "
-        told += f"{mib(free)} are free on the disk of {final}.\n"
-        if not whole:
-            return told + "Free some, then begin anew"
-        return told + f"{whole[-1].name} is whole: free some, then go on with --resume"
-
-    def collected(self, gathered=ranks.gathered) -> dict:
-        """{"counts", "problems", "lengths", "waited"} of all ranks, which all have to ask; waited is the mean."""
-        counts: dict[str, int] = {}
-        everywhere = gathered([self.counts, self.problems, self.lengths, self.waited])
-        for one, *_ in everywhere:
-            add_counts(counts, one)
-        problems, lengths = ([item for one in everywhere for item in one[at]] for at in (1, 2))
-        waited = sum(one[3] for one in everywhere) / len(everywhere)
-        return {
-            "counts": counts,
-            "problems": problems[:MAX_NAMED],
-            "lengths": lengths[:MAX_LENGTHS],
-            "waited": waited,
-        }
-
-    def _collected(self) -> dict:
-        unlogged = [self._tr_loss.item(), self._globalstep_last_logged, self._total_loss_scalar]
-        everywhere = ranks.gathered(unlogged)
-        unlogged[0] = sum(loss for loss, *_ in everywhere) / len(everywhere)
-        return self.collected() | {
-            "kept": self.kept,
-            "best_step": self.best_step,
-            "seen": self._seen,
-            "seconds": self.seconds(),
-            "logged_bytes": self.logged_bytes() if self.logged_bytes else None,
-            # What was summed up since the last log, for the next one.
-            "unlogged": unlogged,
-            "metrics": self._metrics["train"],
-        }
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        """Where the trainer takes up a checkpoint's state, take up what was collected before it, too."""
-        if self.args.device.type == "cpu":  # torch.load does not know the "cpu:0" that ranks on a CPU have
-            self.args.__dict__["_setup_devices"] = torch.device("cpu")
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        if (path := Path(checkpoint) / COLLECTED).is_file():
-            self._resumed = json.loads(path.read_text(encoding="utf-8"))
-            for name in "kept best_step".split():
-                setattr(self, name, self._resumed[name])
-            self._seen, self._before = self._resumed.get("seen", {}), self._resumed["seconds"]
-            if self.args.process_index == 0:  # what all ranks had counted
-                for name in "counts problems lengths waited".split():
-                    setattr(self, name, self._resumed[name])
-        if (path := Path(checkpoint) / LENGTHS).is_file():
-            known = np.load(path)
-            if known.shape == self.sampler.lengths.shape:
-                self.sampler.lengths = known
-
-    _resumed: dict | None = None
-
-    def take_up_log(self) -> None:
-        """Go on with what was summed up for the next log when the checkpoint was saved; transformers begins at 0."""
-        if self._resumed:
-            loss, self._globalstep_last_logged, self._total_loss_scalar = self._resumed["unlogged"]
-            self._tr_loss += loss
-            self._metrics["train"].update({name: list(values) for name, values in self._resumed["metrics"].items()})
-            self._resumed = None
 
 
 class GemmaSFTTrainer(RowsTrainer, trl.SFTTrainer):
