@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from conftest import ask, talk
-from gemma_trainer import callbacks, checkpoints, preparation, recipe
+from gemma_trainer import callbacks, checkpoints, collected, preparation
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.errors import DataError, Diverged, EnvironmentUnfit
 from gemma_trainer.runs import Run
@@ -162,7 +162,7 @@ def test_the_time_that_training_waits_for_batches_is_told_and_kept(make_trainer,
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: time.sleep(0.1) or collate(rows)
     trainer.train()
-    timing = recipe.collected(run, trainer)["timing"]
+    timing = collected.collected(run, trainer)["timing"]
     assert 0.4 < trainer.waited < timing["train_s"] + 0.1 and timing["workers"] == 0
     assert timing["data_wait_s"] == round(trainer.waited, 1)
     assert timing["data_wait_share"] == pytest.approx(trainer.waited / timing["train_s"], rel=0.1)

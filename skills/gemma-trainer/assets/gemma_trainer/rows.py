@@ -18,6 +18,7 @@ from typing import Any
 
 from .errors import Fault, RowError
 from .slots import Media, blocks_of, media_columns, place_media
+from .stores import is_url
 from .text_rows import read_turns
 
 SOURCE = "__source__"  # (row name, folder of the data file): added by sources.py, never by a user
@@ -109,7 +110,9 @@ def make_row(name: str, folder, fields: dict, messages: list[dict], text: str | 
 
 @functools.lru_cache(16)
 def _folder(folder: str | None) -> Path | str | None:
-    return folder if not folder or "://" in folder else Path(folder)
+    if not folder:
+        return None
+    return folder if is_url(folder) else Path(folder)
 
 
 def _check_unicode(row: Row) -> None:

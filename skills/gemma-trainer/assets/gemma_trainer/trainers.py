@@ -111,7 +111,7 @@ class RowsTrainer(SavesWhole):
 
     def all_stopping(self) -> bool:
         """Whether any rank has; all of them have to ask."""
-        return False
+        return any(ranks.gathered(self.stopping()))
 
     def get_train_dataloader(self):
         if self.stream is not None:
