@@ -4,6 +4,7 @@ Each rank writes what it found to the file that it is given, with its number beh
 """
 
 import copy
+import faulthandler
 import os
 import sys
 import tempfile
@@ -111,8 +112,9 @@ def everything(cases) -> dict:
     found = {}
     for kind, mix, targets in cases:
         rows = mixes(sft if kind == "sft" else pair)[mix]
+        faulthandler.dump_traceback_later(60, exit=ranks.world() > 1)
         found[kind, mix, targets] = first_step(kind, rows, targets, ranks.world())
-        print(ranks.rank(), kind, mix, targets, "done", file=sys.stderr, flush=True)
+        faulthandler.cancel_dump_traceback_later()
     return found
 
 
