@@ -90,6 +90,8 @@ def check_flags(config) -> None:
         os.environ.setdefault(name, "true")
     os.environ.setdefault("WANDB_CONSOLE", "off")
     _check_goals(config)
+    if config.device_memory and not config.dry_run:
+        raise UsageError("--device-memory needs --dry-run")
     if config.demo and (config.eval_dataset or config.test_size):
         raise UsageError("--eval-dataset and --test-size need --dataset: the demo has held-out rows of its own")
     if config.eval_dataset and config.test_size:
@@ -196,6 +198,8 @@ def check_resumed(config, run: Run, data: Data) -> None:
     now = {key: list(value) if isinstance(value, tuple) else value for key, value in dataclasses.asdict(config).items()}
     if config.auto_batch and run.previous.get("auto_batch"):  # which changed them
         now = {name: value for name, value in now.items() if name not in ("batch_size", "grad_accum")}
+    if config.auto_fit and run.previous.get("auto_fit"):
+        now = {name: value for name, value in now.items() if name not in run.previous["auto_fit"]["changed"]}
     other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
     for name in FIXED:
         if name in other:
