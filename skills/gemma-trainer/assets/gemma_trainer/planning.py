@@ -20,7 +20,7 @@ from .recipe import checkpointing_of, dtype_of
 
 MIB = 2**20
 CONTEXT = 600 * MIB  # what CUDA takes of a GPU before there is a tensor
-OWN = 60 * MIB  # what training takes of a CPU's memory beside tensors: threads, and buffers that libraries keep
+OWN = 20 * MIB  # what training takes of a CPU's memory beside tensors: threads, and buffers that libraries keep
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .cli import LESS_MEMORY, as_error, note
 from .data import Data
 from .errors import Interrupted, OutOfMemory
 from .files import move_whole
+from .meter import give_freed_memory_back
 from .preparation import steps_of
 from .runs import Run, versions
 
@@ -72,6 +73,8 @@ def load_model(config, run: Run, model_config, processor):
 
     transformers.set_seed(config.seed)
     precision = choose(config.precision)
+    if precision.device == "cpu":
+        give_freed_memory_back()
     quantize, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
     through = _load_with_unsloth if config.backend == "unsloth" else _load
     model = through(config, model_config, processor, precision, quantize)
