@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
 from dataclasses import dataclass
@@ -70,7 +69,6 @@ class Forecast:
     def __init__(self, config, machine: Machine, measured: Measured, model_config, processor):
         self.config, self.machine, self.measured = config, machine, measured
         self.model_config, self.processor = model_config, processor
-        self.base = machine.base
         self._known: dict[Setting, Memory] = {}
         quantizes = machine.precision.device == "cuda" and not config.full
         if config.device_memory:
@@ -98,17 +96,23 @@ class Forecast:
         return self._known[setting]
 
     def _played(self, batch, setting: Setting) -> Memory:
-        from .rehearsal import Step, play
+        from .rehearsal import Step, play_deep
 
         config, precision = self.config, self.machine.precision
-        model = models.skeleton(copy.deepcopy(self.model_config), config.task == "reward")
-        if not config.full:
-            model = models.add_lora(model, config.lora_targets, setting.lora_r, config.lora_alpha, config.lora_dropout)
+
+        def make_model(model_config):
+            model = models.skeleton(model_config, config.task == "reward")
+            if config.full:
+                return model
+            return models.add_lora(
+                model, config.lora_targets, setting.lora_r, config.lora_alpha, config.lora_dropout
+            )
+
         step = Step(
             config.task, precision.torch_dtype, dtype_of(config, precision), config.full, setting.four_bit,
             setting.checkpointing, setting.grad_accum > 1, precision.device,
         )  # fmt: skip
-        return Memory(base=self.base, **play(model, dict(batch), step).peak)
+        return Memory(base=self.machine.base, **play_deep(self.model_config, make_model, dict(batch), step).peak)
 
     def verdict(self, setting: Setting) -> str:
         return forecast.verdict(self.memory(setting).peak, self.machine.available)

@@ -11,6 +11,7 @@ many tokens are trained.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -27,15 +28,33 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Played:
-    """What a step takes. `peak`: bytes at its worst moment, by kind of tensor (`weights`, `adapters`, `gradients`,
-    `optimizer`, `activations`, `loss_head`, `media_towers`); `moment`: "forward", "backward" or "optimizer"."""
+    """What a step takes: for each of "forward", "backward" and "optimizer" the bytes at its worst, by kind of tensor
+    (`weights`, `adapters`, `gradients`, `optimizer`, `activations`, `loss_head`, `media_towers`)."""
 
-    peak: dict[str, int]
-    moment: str
+    moments: dict[str, dict[str, int]]
 
     @property
-    def total(self) -> int:
-        return sum(self.peak.values())
+    def moment(self) -> str:
+        """When it takes the most."""
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @property
+    def peak(self) -> dict[str, int]:
+        return self.moments[self.moment]
+
+    def deeper(self, other: Played, share: float) -> Played:
+        """What a deeper model takes, from what this one takes and an `other` of more layers.
+
+        Args:
+            share: how many times the layers that the other has more.
+        """
+        moments = {}
+        for moment, here in self.moments.items():
+            there = other.moments[moment]
+            kinds = here.keys() | there.keys()
+            parts = {kind: here.get(kind, 0) + share * (there.get(kind, 0) - here.get(kind, 0)) for kind in kinds}
+            moments[moment] = {kind: round(size) for kind, size in parts.items()}
+        return Played(moments)
 
 
 def _is_small(tensor) -> bool:
@@ -55,8 +74,8 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.fakes, self.kind, self.moment = fakes, "activations", "forward"
         self.bytes: Counter[str] = Counter()
-        self.peak: dict[str, int] = {}
-        self.peak_moment, self.alive, self.highest = "forward", 0, 0
+        self.moments: dict[str, dict[str, int]] = {}
+        self.alive, self.highest = 0, Counter()
         self._kinds: dict[int, str] = {}  # of each storage that is alive
         self._values = WeakTensorKeyDictionary()
 
@@ -80,8 +99,8 @@ class Ledger(TorchDispatchMode):
         """Count bytes that nothing here stands for, until the end."""
         self.bytes[kind] += size
         self.alive += size
-        if self.alive > self.highest:
-            self.highest, self.peak, self.peak_moment = self.alive, dict(self.bytes), self.moment
+        if self.alive > self.highest[self.moment]:
+            self.highest[self.moment], self.moments[self.moment] = self.alive, dict(self.bytes)
 
     def _gone(self, key: int, size: int) -> None:
         self.bytes[self._kinds.pop(key)] -= size
@@ -268,9 +287,33 @@ def play(model, batch: dict, step: Step) -> Played:
         loss.backward()
         del loss, inputs
         ledger.moment, ledger.kind = "optimizer", "optimizer"
+        ledger.add(0, "optimizer")
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-    return Played(ledger.peak, ledger.peak_moment)
+    return Played(ledger.moments)
+
+
+def play_deep(config, make_model, batch: dict, step: Step) -> Played:
+    """Play a step of a model, of which a deep one is worked out from two shallow ones: each layer takes what the others
+    of its kind do. Models whose layers share keys and values are played whole.
+
+    Args:
+        config: the model's; `make_model` makes of one like it the model that `play` takes.
+    """
+    text = config.get_text_config()
+    layers, kinds = text.num_hidden_layers, text.layer_types
+    period = kinds.index("full_attention") + 1 if "full_attention" in kinds else layers
+    if getattr(text, "num_kv_shared_layers", 0) or layers < 4 * period:
+        return play(make_model(copy.deepcopy(config)), batch, step)
+    shallow, other = (play(make_model(_cut(config, count)), batch, step) for count in (period, 2 * period))
+    return shallow.deeper(other, (layers - period) / period)
+
+
+def _cut(config, layers: int):
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.layer_types = layers, text.layer_types[:layers]
+    return config
 
 
 def _as_loaded(model, step: Step) -> None:
