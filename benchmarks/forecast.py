@@ -3,10 +3,10 @@
 
 Usage: python benchmarks/forecast.py [--only NAME ...] [--steps 2] [--json]
 
-Each cell is a Gemma 4 with random weights, written to a folder; the script's own dry run, and then the script itself for
-a few steps, each in a process of its own. "measured" is the run's `peak_memory_mb` (the process's largest resident set),
-from which nothing is subtracted: the forecast has what a process takes before there is a model, too. Exit 1 where a
-forecast is off by more than 10 %.
+Each cell is a Gemma 4 with random weights, written to a folder; the script's own dry run, and then the script itself
+for a few steps, each in a process of its own. "measured" is the run's `peak_memory_mb` (the process's largest resident
+set), from which nothing is subtracted: the forecast has what a process takes before there is a model, too. Exit 1 where
+a forecast is off by more than 10 %.
 """
 
 import argparse
@@ -25,28 +25,30 @@ LIMIT = 0.10
 # Name -> (hidden size, layers, vocabulary).
 SIZES = {"tiny": (64, 4, 2048), "100M": (640, 12, 32_768), "300M": (1024, 18, 65_536)}
 # Name -> (size, script, medium, flags).
+VISION, AUDIO = "--lora-targets language,vision", "--lora-targets language,audio"
+AGAIN = "--gradient-checkpointing on"
 CELLS = {
     "tiny, LoRA, 1 x 256": ("tiny", "sft", None, "--batch-size 1 --max-len 256"),
     "tiny, LoRA, 16 x 512": ("tiny", "sft", None, "--batch-size 16 --max-len 512"),
     "tiny, full, 4 x 1024": ("tiny", "sft", None, "--batch-size 4 --max-len 1024 --full"),
     "100M, LoRA, 1 x 256": ("100M", "sft", None, "--batch-size 1 --max-len 256"),
     "100M, LoRA, 4 x 256": ("100M", "sft", None, "--batch-size 4 --max-len 256"),
-    "100M, LoRA, 4 x 256, checkpointing": ("100M", "sft", None, "--batch-size 4 --max-len 256 --gradient-checkpointing on"),
+    "100M, LoRA, 4 x 256, checkpointing": ("100M", "sft", None, "--batch-size 4 --max-len 256 " + AGAIN),
     "100M, LoRA, 1 x 1024": ("100M", "sft", None, "--batch-size 1 --max-len 1024"),
     "100M, LoRA, 2 x 256, bf16": ("100M", "sft", None, "--batch-size 2 --max-len 256 --precision bf16"),
     "100M, LoRA r 128, 1 x 256": ("100M", "sft", None, "--batch-size 1 --max-len 256 --lora-r 128"),
     "100M, full, 1 x 256": ("100M", "sft", None, "--batch-size 1 --max-len 256 --full"),
     "100M, full, 2 x 256, accumulated": ("100M", "sft", None, "--batch-size 2 --grad-accum 2 --max-len 256 --full"),
-    "100M, full, 4 x 256, checkpointing": ("100M", "sft", None, "--batch-size 4 --max-len 256 --full --gradient-checkpointing on"),
+    "100M, full, 4 x 256, checkpointing": ("100M", "sft", None, "--batch-size 4 --max-len 256 --full " + AGAIN),
     "300M, LoRA, 1 x 256": ("300M", "sft", None, "--batch-size 1 --max-len 256"),
-    "300M, LoRA, 2 x 256, checkpointing": ("300M", "sft", None, "--batch-size 2 --max-len 256 --gradient-checkpointing on"),
+    "300M, LoRA, 2 x 256, checkpointing": ("300M", "sft", None, "--batch-size 2 --max-len 256 " + AGAIN),
     "300M, full, 1 x 128": ("300M", "sft", None, "--batch-size 1 --max-len 128 --full"),
     "100M, DPO, LoRA, 1 x 256": ("100M", "dpo", None, "--batch-size 1 --max-len 256"),
     "100M, DPO, full, 1 x 128": ("100M", "dpo", None, "--batch-size 1 --max-len 128 --full"),
     "100M, reward, LoRA, 1 x 256": ("100M", "reward", None, "--batch-size 1 --max-len 256"),
     "100M, images, 2 x 256": ("100M", "sft", "image", "--batch-size 2 --max-len 256"),
-    "100M, images, vision LoRA, 1 x 256": ("100M", "sft", "image", "--batch-size 1 --max-len 256 --lora-targets language,vision"),
-    "100M, audio, audio LoRA, 1 x 256": ("100M", "sft", "audio", "--batch-size 1 --max-len 256 --lora-targets language,audio"),
+    "100M, images, vision LoRA, 1 x 256": ("100M", "sft", "image", "--batch-size 1 --max-len 256 " + VISION),
+    "100M, audio, audio LoRA, 1 x 256": ("100M", "sft", "audio", "--batch-size 1 --max-len 256 " + AUDIO),
 }  # fmt: skip
 
 

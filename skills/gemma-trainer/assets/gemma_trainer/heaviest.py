@@ -20,8 +20,8 @@ LARGEST = 64
 class Measured:
     """The lengths of a data set's rows, up to MEASURED of them.
 
-    `exact` tells whether all rows were measured; else figures are estimates from rows spread evenly, and the longest row
-    is the longest of these and of the largest of LOOKED_AT rows by the size of their JSON.
+    `exact` tells whether all rows were measured; else figures are estimates from rows spread evenly, and the longest
+    row is the longest of these and of the largest of LOOKED_AT rows by the size of their JSON.
 
     Args:
         rows: a map-style data set of raw rows.

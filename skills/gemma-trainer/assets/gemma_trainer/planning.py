@@ -75,7 +75,9 @@ class Forecast:
             self.four_bit, self.may_quantize = quantizes and config.quantize != "none", quantizes
             self.told = models.FOUR_BIT if self.four_bit else "weights not quantized"
         else:
-            self.four_bit, self.told = models.decide_quantization(config.quantize, machine.precision.device, config.full)
+            self.four_bit, self.told = models.decide_quantization(
+                config.quantize, machine.precision.device, config.full
+            )
             self.may_quantize = quantizes and models.decide_quantization("auto", "cuda", False)[0]
 
     @property
@@ -104,9 +106,7 @@ class Forecast:
             model = models.skeleton(model_config, config.task == "reward")
             if config.full:
                 return model
-            return models.add_lora(
-                model, config.lora_targets, setting.lora_r, config.lora_alpha, config.lora_dropout
-            )
+            return models.add_lora(model, config.lora_targets, setting.lora_r, config.lora_alpha, config.lora_dropout)
 
         step = Step(
             config.task, precision.torch_dtype, dtype_of(config, precision), config.full, setting.four_bit,
@@ -182,7 +182,10 @@ def _told_memory(ahead: Forecast, told: dict, fitted: bool) -> list[str]:
     parts = {name: size for name, size in told["memory"].items() if isinstance(size, int) and name not in BESIDE}
     shown = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in parts.items() if size >= MIB)
     peak, available, verdict, flags = (told["memory"][key] for key in ("peak", "available", "verdict", "change"))
-    lines = [f"memory   {verdict}: {gib(peak)} at the peak of {gib(available)} on {ahead.machine.name}", f"         {shown}"]
+    lines = [
+        f"memory   {verdict}: {gib(peak)} at the peak of {gib(available)} on {ahead.machine.name}",
+        f"         {shown}",
+    ]
     if fitted:
         lines.append(f"fitted   with {' '.join(flags)}")
     elif flags:
@@ -193,7 +196,9 @@ def _told_memory(ahead: Forecast, told: dict, fitted: bool) -> list[str]:
 
 
 BESIDE = ("peak", "available")
-NOTHING_FITS = "nothing these flags can lower suffices: take a smaller model, a larger machine, or LoRA in place of --full"
+NOTHING_FITS = (
+    "nothing these flags can lower suffices: take a smaller model, a larger machine, or LoRA in place of --full"
+)
 
 
 def gib(size: int) -> str:

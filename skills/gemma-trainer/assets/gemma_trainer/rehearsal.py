@@ -277,9 +277,7 @@ def play(model, batch: dict, step: Step) -> Played:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with fakes, ledger:
         optimizer = _optimizer(trained, ledger, step)
-        inputs = {
-            name: ledger.fake(value) for name, value in batch.items() if isinstance(value, torch.Tensor)
-        }
+        inputs = {name: ledger.fake(value) for name, value in batch.items() if isinstance(value, torch.Tensor)}
         ledger.kind = "activations"
         with torch.autocast("cpu", step.dtype, enabled=step.dtype != torch.float32):
             loss = LOSSES[step.task](model, inputs, ledger)
