@@ -86,7 +86,8 @@ def test_modules_import_only_from_below():
     convert meter divergence arguments callbacks trainers first_batch preference_trainers previews watching page report
     dataset_report findings duplicates inspection checks tokens tally examples flags cli packages backends runs
     model_card metadata data preparation unsloth_backend audit extensions recipe audited run_check outcome scoring
-    scorer survey verdict fixes splits arms comparison comparison_page reload verification hub machine rehearsal forecast heaviest planning""".split()
+    scorer survey verdict fixes splits arms comparison comparison_page reload verification hub machine
+    rehearsal forecast heaviest planning""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)
     for name in ladder:

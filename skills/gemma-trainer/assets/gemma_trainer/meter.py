@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+import re
 import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 
 class Meter:
@@ -70,5 +72,8 @@ def peak_memory_mb() -> int:
 
     if torch.cuda.is_available():
         return round(torch.cuda.max_memory_allocated() / 2**20)
+    status = Path("/proc/self/status")
+    if status.is_file() and (found := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.M)):
+        return round(int(found[1]) / 2**10)  # what getrusage says begins with the peak of who started the process
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10))

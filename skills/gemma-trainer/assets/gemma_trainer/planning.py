@@ -1,4 +1,4 @@
-"""What a run would take of memory, on this machine or another, and what to change where that is too much; no weights."""
+"""What a run would take of memory, on this machine or another, and what to change where that is too much."""
 
 from __future__ import annotations
 

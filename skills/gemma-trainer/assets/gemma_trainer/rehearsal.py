@@ -205,8 +205,8 @@ ANSWERED = {
 
 def nf4_bytes(numel: int) -> int:
     """What bitsandbytes keeps of a weight in nf4 with double quantization: 4 bits a number, for each block of 64 an
-    8-bit scale, for each 256 of those a float32, and by weight one float32 offset and the 16 float32 that the bits mean.
-    The table of the 8-bit scales is one for all weights.
+    8-bit scale, for each 256 of those a float32, and of each weight one float32 offset and the 16 float32 that the bits
+    mean. The table of the 8-bit scales is one for all weights.
 
     Source: bitsandbytes/functional.py, quantize_4bit and quantize_blockwise.
     """
@@ -248,7 +248,7 @@ class _FourBitLinear(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is taken. `dtype` is that of the computation, `held` that of the weights; else as the flags have it."""
+    """How a step is taken. `dtype` is that of the computation, `held` that of the weights; the rest as flags say."""
 
     task: str = "sft"
     dtype: torch.dtype = torch.float32
@@ -317,7 +317,7 @@ def _cut(config, layers: int):
 def _as_loaded(model, step: Step) -> None:
     """Give weights the dtypes and forms that a run's have."""
     adapters = step.dtype if step.four_bit else torch.float32  # TRL casts those on 4-bit weights
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         adapter = parameter.requires_grad and not step.full
         parameter.data = parameter.data.to(adapters if adapter else step.held)
     if step.four_bit:
