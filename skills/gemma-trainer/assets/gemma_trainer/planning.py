@@ -5,21 +5,26 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from . import forecast, models
 from .cli import note
 from .errors import OutOfMemory
 from .forecast import Memory, Setting, smallest_change
-from .heaviest import Measured
 from .machine import memory_limit
 from .outcome import described
 from .precision import Precision, choose
 from .preparation import make_collators
 from .recipe import checkpointing_of, dtype_of
 
+if TYPE_CHECKING:
+    from .heaviest import Measured
+
 MIB = 2**20
 CONTEXT = 600 * MIB  # what CUDA takes of a GPU before there is a tensor
-OWN = 20 * MIB  # what training takes of a CPU's memory beside tensors: threads, and buffers that libraries keep
+OWN = 90 * MIB  # what training takes of a CPU's memory beside tensors: threads, and buffers that libraries keep
+
+FEATURES = {"image": "pixel_values", "audio": "input_features"}  # what a batch has of each kind
 
 
 @dataclass(frozen=True)
@@ -94,10 +99,12 @@ class Forecast:
             config = dataclasses.replace(self.config, max_len=setting.max_len)
             collator = make_collators(config, self.processor, self.model_config)[0]
             batches = [collator(rows) for rows in self.measured.batches(setting.batch_size)]
-            self._known[setting] = max((self._played(batch, setting) for batch in batches), key=lambda one: one.peak)
+            media = {kind for batch in batches for kind, key in FEATURES.items() if key in batch}
+            played = [self._played(batch, setting, frozenset(media)) for batch in batches]
+            self._known[setting] = max(played, key=lambda one: one.peak)
         return self._known[setting]
 
-    def _played(self, batch, setting: Setting) -> Memory:
+    def _played(self, batch, setting: Setting, media: frozenset) -> Memory:
         from .rehearsal import Step, play_deep
 
         config, precision = self.config, self.machine.precision
@@ -108,9 +115,12 @@ class Forecast:
                 return model
             return models.add_lora(model, config.lora_targets, setting.lora_r, config.lora_alpha, config.lora_dropout)
 
+        held, device = dtype_of(config, precision), precision.device
+        # On a CPU weights that keep their dtype stay in the file until they are used, or copied.
+        mapped = device == "cpu" and self.model_config.dtype == held and not (config.full and config.task == "dpo")
         step = Step(
-            config.task, precision.torch_dtype, dtype_of(config, precision), config.full, setting.four_bit,
-            setting.checkpointing, setting.grad_accum > 1, precision.device,
+            config.task, precision.torch_dtype, held, config.full, setting.four_bit, setting.checkpointing,
+            setting.grad_accum > 1, device, media, mapped,
         )  # fmt: skip
         return Memory(base=self.machine.base, **play_deep(self.model_config, make_model, dict(batch), step).peak)
 
@@ -157,6 +167,8 @@ def plan(config, run, data, model_config, processor, collator) -> dict:
 
 def look_ahead(config, data, model_config, processor, collator) -> Forecast:
     """The forecast of a run."""
+    from .heaviest import Measured
+
     return Forecast(config, this_machine(config), Measured(data.rows, collator), model_config, processor)
 
 

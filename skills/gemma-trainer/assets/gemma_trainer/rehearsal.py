@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 KNOWN = 2**21  # elements of the largest tensors whose values are worked out
+MAPPED = "mapped"  # a kind that takes no memory
 aten = torch.ops.aten
 
 
@@ -98,9 +99,12 @@ class Ledger(TorchDispatchMode):
     def add(self, size: int, kind: str) -> None:
         """Count bytes that nothing here stands for, until the end."""
         self.bytes[kind] += size
-        self.alive += size
+        self.alive += size if kind != MAPPED else 0
         if self.alive > self.highest[self.moment]:
-            self.highest[self.moment], self.moments[self.moment] = self.alive, dict(self.bytes)
+            self.highest[self.moment], self.moments[self.moment] = (
+                self.alive,
+                self.bytes - Counter({MAPPED: self.bytes[MAPPED]}),
+            )
 
     def _gone(self, key: int, size: int) -> None:
         self.bytes[self._kinds.pop(key)] -= size
@@ -258,6 +262,20 @@ class Step:
     checkpointing: bool = False
     accumulates: bool = False  # gradients of earlier batches are there already
     device: str = "cpu"
+    media: frozenset = frozenset({"image", "audio"})  # the kinds that the data have
+    mapped: bool = False  # weights stay in their file until they are used
+
+
+TOWERS = {
+    "image": ("vision_tower", "vision_embedder", "embed_vision", "multi_modal_projector"),
+    "audio": ("audio_tower", "embed_audio"),
+}
+
+
+def _is_idle(name: str, step: Step) -> bool:
+    """Whether a parameter is one of a tower that the data have nothing for: it never gets a gradient."""
+    words = name.split(".")
+    return any(tower in words for kind, towers in TOWERS.items() if kind not in step.media for tower in towers)
 
 
 def play(model, batch: dict, step: Step) -> Played:
@@ -274,7 +292,8 @@ def play(model, batch: dict, step: Step) -> Played:
     reference = _reference_bytes(model) if step.full and step.task == "dpo" else 0
     ledger.add(reference, "weights")
     _mark_media(model, ledger)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = list(model.named_parameters())
+    trained = [parameter for name, parameter in named if parameter.requires_grad and not _is_idle(name, step)]
     with fakes, ledger:
         optimizer = _optimizer(trained, ledger, step)
         inputs = {name: ledger.fake(value) for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -341,7 +360,8 @@ def quantize(model, dtype) -> None:
 def _make_fake(model, fakes: FakeTensorMode, ledger: Ledger, step: Step) -> None:
     """Exchange a meta model's tensors for fakes on the CPU; tied weights stay tied."""
     made: dict[int, tuple] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
+        resident = not (step.mapped and _is_idle(path, step))
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is None:
@@ -349,7 +369,7 @@ def _make_fake(model, fakes: FakeTensorMode, ledger: Ledger, step: Step) -> None
                 if id(tensor) not in made:
                     made[id(tensor)] = _fake_of(tensor, fakes), tensor  # kept, or its id would be another's
                     kind = "adapters" if tensor.requires_grad and not step.full else "weights"
-                    ledger.count(made[id(tensor)][0], kind)
+                    ledger.count(made[id(tensor)][0], kind if resident else MAPPED)
                 held[name] = made[id(tensor)][0]
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.register_post_accumulate_grad_hook(lambda one: ledger.count(one.grad, "gradients"))
@@ -379,12 +399,9 @@ def _mark_media(model, ledger: Ledger) -> None:
             ledger.kind = "activations"
 
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in TOWERS:
+        if any(name.rpartition(".")[2] in towers for towers in TOWERS.values()):
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave)
-
-
-TOWERS = "vision_tower audio_tower vision_embedder embed_vision embed_audio multi_modal_projector".split()
 
 
 def _optimizer(trained: list, ledger: Ledger, step: Step):
