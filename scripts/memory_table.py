@@ -25,7 +25,7 @@ sys.path.insert(0, str(SKILL / "assets"))
 BEGIN, END = "<!-- table: scripts/memory_table.py -->", "<!-- end of table -->"
 CARDS = (8, 12, 16, 24, 48, 80)  # GiB
 LENGTHS = (1024, 4096)  # tokens of a row, half of them trained
-SHOWN = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+SHOWN = (512, 1024, 2048, 3072, 4096, 6144, 8192)  # beyond them masks of T x T count, which no line follows
 WAYS = {"4-bit LoRA": dict(four_bit=True), "bf16 LoRA": {}, "full": dict(full=True)}
 
 
