@@ -57,13 +57,15 @@ class Config(CollatorFlags, PolicyFlags):
 
 
 def main(config: Config) -> dict:
-    from gemma_trainer import outcome, preparation, recipe
+    from gemma_trainer import outcome, planning, preparation, recipe
 
     config, run, rows, model_config, processor, collators = preparation.prepare(config, "dpo_train")
     if config.dry_run:
-        return outcome.plan(config, run, rows, model_config, collators[0])
+        return planning.plan(config, run, rows, model_config, processor, collators[0])
     if run.finished:
         return outcome.result(config, run)
+
+    config, collators = planning.fitted(config, run, rows, model_config, processor, collators)
 
     def attempt(config):
         model = recipe.load_model(config, run, model_config, processor)

@@ -24,8 +24,8 @@ BACKENDS = ("hf", "unsloth")
 PLACES = ("dataset", "eval_dataset", "model", "adapter", "media_root")  # arguments that may name files or folders
 # Arguments of a run that say nothing about what its curve is.
 BESIDE = """backend output overwrite resume epochs max_steps eval_dataset save_steps eval_steps stop_when best_by
-max_minutes auto_batch metadata metadata_file report_to report_samples save_first_batch dry_run json debug eval_prompts
-eval_prompts_every eval_prompts_max_tokens eval_prompts_temperature""".split()
+max_minutes auto_batch auto_fit device_memory metadata metadata_file report_to report_samples save_first_batch dry_run
+json debug eval_prompts eval_prompts_every eval_prompts_max_tokens eval_prompts_temperature""".split()
 
 
 class ArmFailed(TrainerError):

@@ -76,6 +76,12 @@ class TrainingFlags:
         "stop", "a loss or gradient that is no number: stop, or leave the step out", ("stop", "skip")
     )
     auto_batch: bool = flag(False, "out of memory: halve --batch-size, double --grad-accum, and go on")
+    auto_fit: bool = flag(
+        False, "where the memory forecast does not fit, take the smallest change that does, before anything is loaded"
+    )
+    device_memory: float | None = flag(
+        help="with --dry-run: forecast for a GPU of so many GB instead of this machine", metavar="GB"
+    )
     metadata: tuple[str, ...] = flag(
         (), "facts to be saved with the model, such as data_version=3", metavar="KEY=VALUE"
     )
@@ -86,7 +92,9 @@ class TrainingFlags:
         "write first_batch.json: token ids, labels and row names of the first batch, and what the trained model "
         "makes of them",
     )
-    dry_run: bool = flag(False, "check everything and say what would be done, without training")
+    dry_run: bool = flag(
+        False, "check everything, say what would be done and what memory it takes (exit 8: too much); load no weights"
+    )
     json: bool = flag(False, "print the result as one JSON object")
     debug: bool = flag(False, "show the traceback of an error")
 
@@ -159,7 +167,7 @@ class CollatorFlags:
 def check_ranges(values: dict) -> None:
     """Refuse numbers that mean nothing (UsageError)."""
     positive = """max_len max_steps batch_size grad_accum lora_r lora_alpha epochs lr save_steps eval_steps max_minutes
-    eval_prompts_every eval_prompts_max_tokens shuffle_buffer"""
+    eval_prompts_every eval_prompts_max_tokens shuffle_buffer device_memory"""
     for name in positive.split():
         if values.get(name) is not None and not 0 < values[name] < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {values[name]}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from .errors import CannotLoad, EnvironmentUnfit, UsageError
 from .families import family_of_config, family_of_processor
 
+FOUR_BIT = "4-bit nf4 weights with double quantization"
 PARTS = ("language", "vision", "audio")
 # What is not of the language model, by words in its parameters' names.
 TOWERS = {
@@ -128,6 +129,18 @@ def nf4(dtype):
     )
 
 
+def quantized_linears(model) -> list[str]:
+    """The names of the linear layers that `nf4` quantizes, inside any adapter.
+
+    Source: transformers/integrations/bitsandbytes.py, replace_with_bnb_linear.
+    """
+    import torch
+
+    whole = re.compile("|".join(rf".*\b{name}" for name in WHOLE))
+    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    return [name for name in linear if ".lora_" not in name and not whole.match(name)]
+
+
 def decide_quantization(wanted: str, device: str, full: bool) -> tuple[bool, str]:
     """Whether to load in 4 bits, and why.
 
@@ -150,7 +163,7 @@ def decide_quantization(wanted: str, device: str, full: bool) -> tuple[bool, str
         if wanted == "4bit":
             raise EnvironmentUnfit("--quantize 4bit needs bitsandbytes: pip install bitsandbytes")
         return False, "weights not quantized: bitsandbytes is not installed"
-    return True, "4-bit nf4 weights with double quantization"
+    return True, FOUR_BIT
 
 
 def lora_modules(model, targets: str) -> str | list[str]:

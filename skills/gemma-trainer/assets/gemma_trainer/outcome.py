@@ -46,7 +46,7 @@ def result(config, run: Run) -> dict:
     told = {"status": "done", "demo": config.demo, "run": str(run.folder)}
     told["backend"] = _told_backend(run)
     told |= {key: run.record[key] for key in ("model", "steps", "metrics", "counters", "timing", "peak_memory_mb")}
-    told |= {key: run.record[key] for key in ("why", "best", "auto_batch") if run.record.get(key)}
+    told |= {key: run.record[key] for key in ("why", "best", "auto_batch", "auto_fit") if run.record.get(key)}
     return told | {"summary": summary(config, run)}
 
 
@@ -156,13 +156,14 @@ def _told_pairs(metrics: dict) -> str:
     return f"{'held out' if prefix else 'in training'}: {', '.join(shown)}"
 
 
-def plan(config, run: Run, data: Data, model_config, collator) -> dict:
-    """What a dry run says: what would be trained, on what, and what the collator does to the first rows."""
-    from . import models
-    from .precision import choose
+def described(config, run: Run, data: Data, model_config, collator, precision, quantized: str) -> dict:
+    """What a dry run says: what would be trained, on what, and what the collator does to the first rows.
 
-    precision = choose(config.precision)
-    _, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
+    Args:
+        precision, quantized: the device with its number format, and what is said of the weights' form.
+    """
+    from . import models
+
     model = models.skeleton(model_config, config.task == "reward")
     if not config.full:
         model = models.add_lora(model, config.lora_targets, config.lora_r, config.lora_alpha, config.lora_dropout)

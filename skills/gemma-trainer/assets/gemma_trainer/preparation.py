@@ -104,6 +104,8 @@ def check_flags(config) -> None:
     _check_stream(config)
     if config.auto_batch and ranks.world() > 1:
         raise UsageError("--auto-batch is for one process: one of several that runs out of memory cannot go back alone")
+    if config.device_memory and not config.dry_run:
+        raise UsageError("--device-memory needs --dry-run")
     if config.demo and (config.eval_dataset or config.test_size):
         raise UsageError("--eval-dataset and --test-size need --dataset: the demo has held-out rows of its own")
     if config.eval_dataset and config.test_size:
@@ -243,6 +245,8 @@ def check_resumed(config, run: Run, data: Data) -> None:
     _check_ranks(config, run)
     if config.auto_batch and run.previous.get("auto_batch"):  # which changed them
         now = {name: value for name, value in now.items() if name not in ("batch_size", "grad_accum")}
+    if config.auto_fit and run.previous.get("auto_fit"):
+        now = {name: value for name, value in now.items() if name not in run.previous["auto_fit"]["changed"]}
     other = {name: "--" + name.replace("_", "-") for name in now if name in before and before[name] != now[name]}
     for name in FIXED + (FIXED_STREAM if config.streaming else []):
         if name in other:

@@ -18,6 +18,7 @@ from .data import MAX_CHECKED, Data
 from .errors import Interrupted, OutOfMemory, UsageError
 from .files import move_whole
 from .fsdp import declare_layers
+from .meter import give_freed_memory_back
 from .preparation import steps_of
 from .runs import Run, versions
 
@@ -74,6 +75,8 @@ def load_model(config, run: Run, model_config, processor):
 
     transformers.set_seed(config.seed)
     precision = choose(config.precision)
+    if precision.device == "cpu":
+        give_freed_memory_back()
     quantize, quantized = models.decide_quantization(config.quantize, precision.device, config.full)
     through = _load_with_unsloth if config.backend == "unsloth" else _load
     model = through(config, model_config, processor, precision, quantize)
@@ -104,7 +107,7 @@ def _load(config, model_config, processor, precision, quantize: bool):
     if config.model == "demo":
         model = demo.make_model(processor.tokenizer, reward=reward)
     else:
-        model = models.load_model(config.model, model_config, _dtype(config, precision), quantize, reward)
+        model = models.load_model(config.model, model_config, dtype_of(config, precision), quantize, reward)
     if getattr(config, "adapter", None):
         return models.load_adapter(model, config.adapter)
     if config.full:
@@ -116,9 +119,9 @@ def _load_with_unsloth(config, model_config, processor, precision, quantize: boo
     """The same model, loaded and adapted by Unsloth."""
     from . import demo, unsloth_backend
 
-    checkpointing = _checkpointing(config, precision)
+    checkpointing = checkpointing_of(config, precision)
     with demo.written() if config.model == "demo" else contextlib.nullcontext(config.model) as name:
-        dtype = _dtype(config, precision)
+        dtype = dtype_of(config, precision)
         model = unsloth_backend.load_model(name, dtype, config.max_len, quantize, config.full, checkpointing)
     if config.adapter:
         return unsloth_backend.load_adapter(model, config.adapter, checkpointing)
@@ -128,14 +131,14 @@ def _load_with_unsloth(config, model_config, processor, precision, quantize: boo
     return unsloth_backend.add_lora(model, *shape, config.seed, checkpointing)
 
 
-def _dtype(config, precision):
+def dtype_of(config, precision):
     """Full fine-tuning keeps float32 weights under autocast: bf16 ones would swallow small updates."""
     import torch
 
     return torch.float32 if config.full else precision.torch_dtype
 
 
-def _checkpointing(config, precision) -> bool:
+def checkpointing_of(config, precision) -> bool:
     """Whether activations are computed again for the gradient instead of kept."""
     wanted = config.gradient_checkpointing
     return wanted == "on" or (wanted == "auto" and precision.device != "cpu")
@@ -215,7 +218,7 @@ def _options(config, data: Data) -> dict:
         "evaluate": data.eval_rows is not None,
         "workers": workers,
         "report_to": list(config.report_to),
-        "checkpointing": _checkpointing(config, precision) and not unsloth_backend.checkpoints_itself(config.backend),
+        "checkpointing": checkpointing_of(config, precision) and not unsloth_backend.checkpoints_itself(config.backend),
     }
 
 
