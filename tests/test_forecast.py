@@ -203,13 +203,13 @@ def test_lengths_are_measured_and_the_heaviest_rows_found(processor, media):
     collator = MultimodalCollator(processor, 512)
     rows = [talk(f"Hello {'there ' * (at % 50)}", "yes") for at in range(3000)]
     rows[1777] = talk("Hello " * 200, "yes")
-    few, many = Measured(rows[:100], collator), Measured(rows, collator)
+    few, many = Measured(rows[:100], collator, 100), Measured(rows, collator, len(rows))
     assert few.exact and few.tokens() == sum(collator.lengths(rows[:100]))
     assert not many.exact and many.tokens() == pytest.approx(sum(collator.lengths(rows)), rel=0.02)
     assert many.longest == collator.lengths([rows[1777]])[0]
     assert many.batches(2)[0][0] == rows[1777] and 0 <= many.padding(4, seed=0) < 0.2
     picture = talk([{"type": "image", "image": str(media / "red.png")}, {"type": "text", "text": "What?"}], "Red.")
-    assert Measured([*rows[:20], talk("Hello " * 200, "yes"), picture], collator).batches(1)[1] == [picture]
+    assert Measured([*rows[:20], talk("Hello " * 200, "yes"), picture], collator, 22).batches(1)[1] == [picture]
 
 
 # ---- the scripts

@@ -29,8 +29,8 @@ export SKILL SCRIPT CONFIG RUN MASTER PORT
 export PID_FILE=/tmp/gemma-$SLURM_JOB_ID.pid GPUS=${SLURM_GPUS_ON_NODE:-8}
 
 stopped=
-# Five minutes before the time is up SLURM signals this shell alone. Each launcher is to get the signal once, and hands it
-# on to its processes, which write a checkpoint: from a signal to the whole step they would get it twice, and stop at once.
+# Five minutes before the time is up SLURM signals this shell alone, which has each launcher hand the signal on to its
+# processes: they write a checkpoint.
 stop() {
     stopped=1
     srun --overlap --ntasks-per-node=1 bash -c 'kill -TERM "$(cat "$PID_FILE")"' || true

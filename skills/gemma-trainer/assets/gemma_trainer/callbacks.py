@@ -238,8 +238,11 @@ class StopOnSignal(transformers.TrainerCallback):
     `exit_code` is 130 or 143 after a signal, else None. Use as a context manager around training.
     """
 
+    TWICE = 5.0  # seconds within which a rank may get a signal again: from the scheduler, and from its launcher
+
     def __init__(self):
         self.exit_code: int | None = None
+        self._first: float | None = None  # when this process had one
         self._process = os.getpid()
         self._before: dict[int, object] = {}
 
@@ -261,10 +264,14 @@ class StopOnSignal(transformers.TrainerCallback):
         return bool(codes)
 
     def _caught(self, number, frame):
-        if self.exit_code is not None:
+        now, first = time.monotonic(), self._first
+        if first is not None and ranks.world() > 1 and now - first < self.TWICE:
+            return
+        if first is not None:
             raise Interrupted("stopped at once: go on from the last checkpoint with --resume", self.exit_code)
-        self.exit_code = 130 if number == signal.SIGINT else 143
-        if os.getpid() == self._process:  # a worker inherits the handler, and has nothing to tell
+        self._first = now
+        self.exit_code = self.exit_code or (130 if number == signal.SIGINT else 143)
+        if os.getpid() == self._process and ranks.rank() == 0:  # a worker inherits the handler, with nothing to tell
             tell("stopping: a checkpoint is saved after this step (again to stop at once)")
 
     def on_step_end(self, args, state, control, **kwargs):

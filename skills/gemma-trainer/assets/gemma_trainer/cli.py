@@ -236,7 +236,8 @@ def _run(read, argv: list[str]) -> int:
         error = as_error(problem, hasattr(config, "auto_batch"))
         if "--debug" in argv or (config and config.debug):
             traceback.print_exc()
-        print(f"{ranks.name()}error: {error}", file=sys.stderr, flush=True)
+        if ranks.rank() == 0 or not isinstance(error, Interrupted):  # which is the same for all
+            print(f"{ranks.name()}error: {error}", file=sys.stderr, flush=True)
         ranks.leave_word(f"{ranks.name()}{error}", error.exit_code)
         if ranks.rank() == 0 and ("--json" in argv or (config and config.json)):
             facts = {"kind": error.kind, "message": str(error)}

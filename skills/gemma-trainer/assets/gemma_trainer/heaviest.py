@@ -26,14 +26,15 @@ class Measured:
     Args:
         rows: a map-style data set of raw rows.
         collator: gives their lengths; its `max_length` cuts them.
+        total: how many rows there are, where `rows` are the first ones of a stream; None where that is not known.
     """
 
-    def __init__(self, rows, collator):
-        self.rows, self.collator = rows, collator
-        self.exact = len(rows) <= MEASURED
+    def __init__(self, rows, collator, total: int | None):
+        self.rows, self.collator, self.total = rows, collator, total
+        self.exact = len(rows) <= MEASURED and len(rows) == total
         step = max(1, len(rows) / MEASURED)
         self.even = sorted({int(at * step) for at in range(min(len(rows), MEASURED))})
-        more = [] if self.exact else self._largest(LARGEST)
+        more = self._largest(LARGEST) if len(rows) > MEASURED else []
         self.at = self.even + [index for index in more if index not in set(self.even)]
         self.lengths = self._lengths(self.at)
 
@@ -52,10 +53,10 @@ class Measured:
         """Tokens of the longest row that was measured."""
         return int(self.lengths.max())
 
-    def tokens(self) -> int:
-        """Tokens of all rows, each once."""
+    def tokens(self) -> int | None:
+        """Tokens of all rows, each once; None where nobody knows how many rows there are."""
         even = self.lengths[: len(self.even)]
-        return round(float(even.mean()) * len(self.rows))
+        return None if self.total is None else round(float(even.mean()) * self.total)
 
     def padding(self, batch_size: int, seed: int) -> float:
         """The share of padding in an epoch's batches, as the run's own sampler groups the rows."""

@@ -7,7 +7,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import forecast, models
+from . import forecast, models, ranks
 from .cli import note
 from .errors import OutOfMemory
 from .forecast import Memory, Setting, smallest_change
@@ -169,7 +169,7 @@ def look_ahead(config, data, model_config, processor, collator) -> Forecast:
     """The forecast of a run."""
     from .heaviest import Measured
 
-    return Forecast(config, this_machine(config), Measured(data.rows, collator), model_config, processor)
+    return Forecast(config, this_machine(config), Measured(data.rows, collator, data.size), model_config, processor)
 
 
 def _lengths(config, measured: Measured) -> dict:
@@ -183,8 +183,9 @@ def _lengths(config, measured: Measured) -> dict:
 
 def _told_lengths(told: dict, measured: Measured) -> str:
     about = "" if measured.exact else f" (estimated from {len(measured.at):,} rows)"
+    tokens = "an unknown number" if told["tokens"] is None else f"{told['tokens']:,}"
     return (
-        f"tokens   {told['tokens']:,} in all rows, at most {told['longest_row']:,} in one; "
+        f"tokens   {tokens} in all rows, at most {told['longest_row']:,} in one; "
         f"{told['padding_share']:.1%} of the batches is padding{about}"
     )
 
@@ -198,6 +199,8 @@ def _told_memory(ahead: Forecast, told: dict, fitted: bool) -> list[str]:
         f"memory   {verdict}: {gib(peak)} at the peak of {gib(available)} on {ahead.machine.name}",
         f"         {shown}",
     ]
+    if ranks.kind() != "whole":
+        lines.append(f"         for one process with the whole model; over {ranks.world()} it takes less")
     if fitted:
         lines.append(f"fitted   with {' '.join(flags)}")
     elif flags:
