@@ -216,7 +216,7 @@ class RowsTrainer(SavesWhole):
     def log_plain(self, logs: dict) -> None:
         """Log figures that are no part of TRL's own, whose averages are left to go on."""
         logging = self.control.should_log
-        transformers.Trainer.log(self, logs)
+        transformers.Trainer.log(self, _of_all_ranks(logs) if self.args.world_size > 1 else logs)
         self.control.should_log = logging
 
     def check_media(self, after: int = 1, counts=None, problems=None) -> None:
