@@ -64,6 +64,19 @@ class Hardware:
     data_wait: float = 0.02
 
 
+UNITS = {
+    "gpu_flops": "FLOP/s of a GPU",
+    "mfu": "share of them that training reaches",
+    "intra_gbps": "GB/s (bytes) for each GPU within a machine",
+    "inter_gbps": "GB/s (bytes) for each GPU between machines: of an adapter of 25 Gb/s for eight GPUs 0.39",
+    "memory_gbps": "GB/s of a GPU's memory",
+    "gpus_a_machine": "GPUs in a machine; of more GPUs all machines are taken to be full",
+    "network_share": "share of the bandwidth that collectives reach",
+    "overlap": "share of the communication that can be hidden behind computing",
+    "data_wait": "share of a step spent waiting for data",
+}
+
+
 @dataclass(frozen=True)
 class Step:
     """Seconds of one step on each GPU. `exposed` is the communication that nothing hides."""
@@ -167,7 +180,10 @@ def read_options(argv=None):
     for name, kind in Hardware.__annotations__.items():
         default = getattr(Hardware, name)
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=eval(kind), default=default, help=f"default: {default:g}"
+            f"--{name.replace('_', '-')}",
+            type=eval(kind),
+            default=default,
+            help=f"{UNITS[name]} (default: {default:g})",
         )
     parser.add_argument("--markdown", action="store_true", help="the table as references/scale.md has it")
     parser.add_argument("--json", action="store_true")
@@ -175,6 +191,16 @@ def read_options(argv=None):
     options = parser.parse_args(argv)
     if unknown := set(options.ways.split(",")) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))} is none of {', '.join(WAYS)}")
+    if not all(number.isdecimal() and int(number) for number in options.gpus.split(",")):
+        parser.error(f"--gpus {options.gpus}: whole numbers from 1, with commas between them")
+    for name in ("parameters", "active", "tokens_per_step", "micro_batches", *set(UNITS) - {"overlap", "data_wait"}):
+        if getattr(options, name) is not None and not 0 < getattr(options, name) < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} must be more than 0")
+    for name in ("mfu", "network_share", "overlap", "data_wait"):
+        if not 0 <= getattr(options, name) <= 1:
+            parser.error(f"--{name.replace('_', '-')} is a share of 1")
+    if options.active and options.active > (options.parameters or 0):
+        parser.error("--active is a part of --parameters")
     return options
 
 

@@ -7,12 +7,14 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:TERM@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail
+# Activate the environment with assets/requirements.txt here. Not tried on a cluster.
 
 # SLURM runs a copy of this file, so that its own place says nothing.
 SKILL=${SKILL:-/shared/gemma-trainer}
@@ -26,6 +28,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds that a checkpoint may take, 
 read -r MASTER < <(scontrol show hostnames "$SLURM_JOB_NODELIST") # the first line
 PORT=$((20000 + SLURM_JOB_ID % 20000)) # another for each job that shares a machine
 export SKILL SCRIPT CONFIG RUN MASTER PORT
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not take it over from sbatch
 export PID_FILE=/tmp/gemma-$SLURM_JOB_ID.pid GPUS=${SLURM_GPUS_ON_NODE:-8}
 
 stopped=
@@ -33,7 +36,7 @@ stopped=
 # processes: they write a checkpoint.
 stop() {
     stopped=1
-    srun --overlap --ntasks-per-node=1 bash -c 'kill -TERM "$(cat "$PID_FILE")"' || true
+    srun --overlap --ntasks-per-node=1 --cpus-per-task=1 bash -c 'kill -TERM "$(cat "$PID_FILE")"' || true
 }
 trap stop TERM
 
@@ -50,6 +53,6 @@ wait $step || code=$?
 if [[ $stopped ]]; then # the signal ended that wait
     code=0
     wait $step || code=$?
-    scontrol requeue "$SLURM_JOB_ID" # and --resume goes on from the checkpoint
+    if ((code)); then scontrol requeue "$SLURM_JOB_ID"; fi # and --resume goes on from the checkpoint
 fi
 exit "$code"

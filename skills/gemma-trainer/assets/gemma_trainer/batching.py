@@ -125,6 +125,13 @@ class RankBatches(Sampler):
             yield group[self.rank :: self.world]
 
 
+def start_worker(number: int) -> None:
+    """Take a dataloader worker out of its trainer's process group: a launcher and Ctrl-C signal the group, and a worker
+    that ends at once would take the checkpoint with it that the trainer is about to save."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+
+
 def workers_for(device: str, has_media: bool) -> int:
     """How many processes should prepare batches ahead, for each process that trains.
 

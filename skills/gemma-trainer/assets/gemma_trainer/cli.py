@@ -33,6 +33,7 @@ EXIT_CODES_DATA = """exit codes:
 PEER_GONE = (
     "Connection closed by peer|Connection reset by peer|remote process exited|Broken pipe|NCCL communicator was aborted"
 )
+PEER_ENDED = "another process of this run has ended: see what it said, or was killed by"
 LESS_MEMORY = (
     "lower in this order: --batch-size (raise --grad-accum instead; --auto-batch does both), --max-len, --lora-r"
 )
@@ -251,6 +252,8 @@ def _run(read, argv: list[str]) -> int:
 def _print_result(result: dict, config) -> int:
     """Print a result; returns the exit code. Of several ranks the first one prints."""
     summary = result.pop("summary", "")
+    if result.get("exit_code"):
+        ranks.leave_word(summary, result["exit_code"])
     if ranks.rank():
         return result.get("exit_code", 0)
     try:
@@ -295,7 +298,7 @@ def as_error(problem: BaseException, trains: bool) -> TrainerError | Interrupted
             "no room left on the disk: free some, then run again" + " (with --resume to go on)" * trains
         )
     if ranks.world() > 1 and re.search(PEER_GONE, str(problem)):
-        return TrainerError("another process of this run has ended: see what it said, or was killed by")
+        return TrainerError(PEER_ENDED)
     if isinstance(problem, OSError) and problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return EnvironmentUnfit(f"{problem.filename} cannot be accessed: {problem.strerror}")
     if "DataLoader worker" in str(problem) and "killed" in str(problem):

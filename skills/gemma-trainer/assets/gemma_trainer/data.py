@@ -135,7 +135,7 @@ def _check_form(rows, data: Data, access: MediaAccess, read, allowed: float = 0.
         if total <= allowed * len(rows):
             note(f"{first_bad}{more if others else ''} (it is left out, as others will be, and counted)")
             return
-        more += " (dataset_prep.py check tells what is wrong with all of them)"
+        more += "" if data.stream else " (dataset_prep.py check tells what is wrong with all of them)"
         raise DataError(first_bad + (more if others else ""))
 
 

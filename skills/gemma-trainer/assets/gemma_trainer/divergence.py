@@ -55,10 +55,11 @@ class DivergenceGuard:
         what = "loss" if bad_loss else "gradient"
         if not self.skip or self._in_a_row > LEFT_OUT:
             raise Diverged(self._told(what, rows))
-        counts = self.trainer.counts
-        counts["diverged_steps"] = counts.get("diverged_steps", 0) + 1
-        step = self.trainer.state.global_step + 1
-        self.trainer.problems += [(name, f"left out at step {step}: the {what} is not a number") for name in rows]
+        if self.trainer.args.process_index == 0:  # of all ranks
+            counts = self.trainer.counts
+            counts["diverged_steps"] = counts.get("diverged_steps", 0) + 1
+            step = self.trainer.state.global_step + 1
+            self.trainer.problems += [(name, f"left out at step {step}: the {what} is not a number") for name in rows]
         if not self.trainer.args.fp16:
             model.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient
         return None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import torch
 import transformers
 import xxhash
 
+from . import ranks
 from .files import write_whole
 from .labels import IGNORE
 
@@ -63,13 +63,17 @@ def facts_of(batch, rows: list[str]) -> dict:
     }
 
 
-def add_log_probs(folder: Path, model, collator, rows) -> None:
-    """Add to a run's `first_batch.json` what its trained model makes of it: "log_probs", see `log_probs`."""
-    if not (folder / FILE).is_file():  # of a run that was resumed after its first step
+def add_log_probs(run, model, collator, rows) -> None:
+    """Add to a run's `first_batch.json` what its trained model makes of it: "log_probs", see `log_probs`. All ranks ask
+    the model, which may be spread over them; the first one writes."""
+    path = run.folder / FILE
+    held = json.loads(path.read_text(encoding="utf-8")) if run.main and path.is_file() else None
+    held = ranks.agreed(held)
+    if held is None:  # of a run that was resumed after its first step
         return
-    held = json.loads((folder / FILE).read_text(encoding="utf-8"))
     held["log_probs"] = log_probs(model, collator, [rows[index] for index in held["indices"]])
-    write_whole(folder / FILE, json.dumps(held))
+    if run.main:
+        write_whole(path, json.dumps(held))
 
 
 def log_probs(model, collator, rows) -> list[list[float]]:

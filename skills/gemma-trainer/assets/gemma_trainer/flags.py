@@ -30,7 +30,9 @@ class TrainingFlags:
 
     model: str | None = flag(help="hub id or folder of a Gemma; `demo` is a tiny random Gemma 4")
     dataset: tuple[str, ...] = flag(
-        (), "files, folders or globs (.jsonl .json .csv .parquet), or hub ids org/name[:split]"
+        (),
+        "files, folders or globs (.jsonl .json .csv .parquet), or hub ids org/name[:split]; "
+        "with --streaming .jsonl[.gz] .parquet .tar files and URLs",
     )
     eval_dataset: tuple[str, ...] = flag((), "rows to evaluate on")
     test_size: float = flag(0.0, "share of --dataset to keep for evaluation instead, such as 0.1")

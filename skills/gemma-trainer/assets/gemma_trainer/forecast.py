@@ -38,6 +38,20 @@ class Memory:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+def spread(whole: Memory, kind: str, world: int, embedding: int, layers: int) -> Memory:
+    """What each of several processes takes, by simple division; not rehearsed.
+
+    With "fsdp" and "deepspeed" (ZeRO-3 in the place of both stages) weights, gradients and optimizer are divided; what
+    is gathered while it is used, the embeddings and two of the layers, is whole.
+    """
+    if kind == "whole" or world == 1:
+        return whole
+    gathered = min(whole.weights, embedding + 2 * max(whole.weights - embedding, 0) // layers)
+    parts = {name: -(-getattr(whole, name) // world) for name in ("weights", "adapters", "gradients", "optimizer")}
+    parts["weights"] = min(whole.weights, parts["weights"] + gathered)
+    return dataclasses.replace(whole, **parts)
+
+
 @dataclass(frozen=True)
 class Setting:
     """What may be changed to make a run fit. `effective` rows make an optimizer step, however they are batched."""

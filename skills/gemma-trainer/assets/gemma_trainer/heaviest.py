@@ -53,6 +53,10 @@ class Measured:
         """Tokens of the longest row that was measured."""
         return int(self.lengths.max())
 
+    def longer_than(self, length: int) -> int:
+        """How many of the rows measured a limit would cut."""
+        return int((self.lengths > length).sum())
+
     def tokens(self) -> int | None:
         """Tokens of all rows, each once; None where nobody knows how many rows there are."""
         even = self.lengths[: len(self.even)]

@@ -31,10 +31,10 @@ def report(config, run: Run, trainer, collator, data: Data) -> dict:
             facts["samples"] = [said for said, _ in answered]
         except Exception as problem:  # the result is saved: a sample that cannot be made does not undo the run
             note(f"no sample answers in the report ({type(problem).__name__})")
-    if config.save_first_batch and run.main:
+    if config.save_first_batch:
         from .first_batch import add_log_probs
 
-        add_log_probs(run.folder, trainer.model.eval(), collator, data.rows)
+        add_log_probs(run, trainer.model.eval(), collator, data.rows)
     if config.demo:
         facts["metrics"] |= _proof(config, trainer, collator, data)
     run.finish("done", reported=True, **facts)
@@ -177,6 +177,13 @@ def described(config, run: Run, data: Data, model_config, collator, precision, q
         "rows": data.size,
         "eval_rows": len(data.eval_rows or ()),
         "steps": steps_of(config, data.size),
+        "batch_size": config.batch_size,
+        "grad_accum": config.grad_accum,
+        "processes": ranks.world(),
+        "rows_a_step": config.batch_size * config.grad_accum * ranks.world(),
+        "max_len": config.max_len,
+        "device": precision.device,
+        "dtype": precision.dtype,
     }
     if data.prompts:
         result["eval_prompts"] = len(data.prompts)
@@ -187,12 +194,19 @@ def described(config, run: Run, data: Data, model_config, collator, precision, q
         f"{trains['trainable_parameters']:,} of {trains['total_parameters']:,} parameters",
         f"device   {precision.reason}; {quantized}",
         f"backend  {run.record['backend']['name']}: {run.record['backend']['reason']}",
-        f"data     {_told_rows(data)} to train on, {result['eval_rows']} to evaluate on; {result['steps']} steps",
+        f"data     {_told_rows(data)} to train on, {result['eval_rows']} to evaluate on",
+        f"steps    {result['steps']}, each of {_told_step(result)}",
         f"rows     in the first {looked_at}: {_told(counters)}",
         f"run      would be written to {run.folder}",
     ]
-    lines.insert(4, f"every    {_told_intervals(config, data, result['steps'])}")
+    lines.insert(5, f"every    {_told_intervals(config, data, result['steps'])}")
     return result | {"summary": "\n".join(lines)}
+
+
+def _told_step(plan: dict) -> str:
+    factors = [("a batch", plan["batch_size"]), ("accumulated", plan["grad_accum"]), ("processes", plan["processes"])]
+    told = " x ".join(f"{number} {what}" for what, number in factors if number > 1 or what == "a batch")
+    return f"{plan['rows_a_step']} rows ({told})"
 
 
 def _told_rows(data: Data) -> str:

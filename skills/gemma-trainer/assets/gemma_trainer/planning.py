@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import forecast, models, ranks
 from .cli import note
 from .errors import OutOfMemory
-from .forecast import Memory, Setting, smallest_change
+from .forecast import Memory, Setting, smallest_change, spread
 from .machine import memory_limit
 from .outcome import described
 from .precision import Precision, choose
@@ -38,7 +39,14 @@ class Machine:
 
 
 def this_machine(config) -> Machine:
-    """The machine here, or, with --device-memory, a GPU of that size."""
+    """The machine here, or, with --device-memory, a GPU of that size; of several ranks' the one with least room, so
+    that all decide alike."""
+    found = _machine_of_rank(config)
+    available, base = zip(*ranks.gathered((found.available, found.base)), strict=True)
+    return dataclasses.replace(found, available=min(available), base=max(base))
+
+
+def _machine_of_rank(config) -> Machine:
     import psutil
     import torch
 
@@ -59,7 +67,8 @@ def this_machine(config) -> Machine:
     limit, used = memory_limit()
     if limit:
         free = min(free, max(limit - used, 0))
-    return Machine("this machine", precision, free + own, own + OWN)
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks that share the memory
+    return Machine("this machine", precision, free // beside + own, own + OWN)
 
 
 class Forecast:
@@ -122,7 +131,10 @@ class Forecast:
             config.task, precision.torch_dtype, held, config.full, setting.four_bit, setting.checkpointing,
             setting.grad_accum > 1, device, media, mapped,
         )  # fmt: skip
-        return Memory(base=self.machine.base, **play_deep(self.model_config, make_model, dict(batch), step).peak)
+        whole = Memory(base=self.machine.base, **play_deep(self.model_config, make_model, dict(batch), step).peak)
+        text = self.model_config.get_text_config()
+        embedding = text.vocab_size * text.hidden_size * held.itemsize
+        return spread(whole, ranks.kind(), ranks.world(), embedding, text.num_hidden_layers)
 
     def verdict(self, setting: Setting) -> str:
         return forecast.verdict(self.memory(setting).peak, self.machine.available)
@@ -156,6 +168,8 @@ def plan(config, run, data, model_config, processor, collator) -> dict:
     told |= _lengths(config, ahead.measured)
     told["memory"] = memory.parts() | {
         "peak": memory.peak, "available": ahead.machine.available, "verdict": verdict, "change": flags,
+        "change_cuts": ahead.measured.longer_than(found.max_len) if found and found.max_len < setting.max_len else 0,
+        "spread_over": 1 if ranks.kind() == "whole" else ranks.world(),
     }  # fmt: skip
     if fitted:
         told["auto_fit"] = flags
@@ -184,8 +198,9 @@ def _lengths(config, measured: Measured) -> dict:
 def _told_lengths(told: dict, measured: Measured) -> str:
     about = "" if measured.exact else f" (estimated from {len(measured.at):,} rows)"
     tokens = "an unknown number" if told["tokens"] is None else f"{told['tokens']:,}"
+    side = " (of a pair, its longer side)" if measured.collator.paired else ""
     return (
-        f"tokens   {tokens} in all rows, at most {told['longest_row']:,} in one; "
+        f"tokens   {tokens} in all rows{side}, at most {told['longest_row']:,} in one; "
         f"{told['padding_share']:.1%} of the batches is padding{about}"
     )
 
@@ -199,25 +214,32 @@ def _told_memory(ahead: Forecast, told: dict, fitted: bool) -> list[str]:
         f"memory   {verdict}: {gib(peak)} at the peak of {gib(available)} on {ahead.machine.name}",
         f"         {shown}",
     ]
-    if ranks.kind() != "whole":
-        lines.append(f"         for one process with the whole model; over {ranks.world()} it takes less")
+    if told["memory"]["spread_over"] > 1:
+        lines.append(f"         weights, gradients and optimizer divided by {ranks.world()} processes, not rehearsed")
     if fitted:
-        lines.append(f"fitted   with {' '.join(flags)}")
+        lines.append(f"fitted   with {' '.join(flags)}{_told_cuts(told, ahead)}")
     elif flags:
-        lines.append(f"to fit   {' '.join(flags)} (--auto-fit takes this)")
+        lines.append(f"to fit   {' '.join(flags)} (--auto-fit takes this){_told_cuts(told, ahead)}")
     elif verdict == forecast.TOO_MUCH:
-        lines.append(f"to fit   {NOTHING_FITS}")
+        lines.append(f"to fit   {nothing_fits(ahead.config)}")
     return lines
 
 
-BESIDE = ("peak", "available")
-NOTHING_FITS = (
-    "nothing these flags can lower suffices: take a smaller model, a larger machine, or LoRA in place of --full"
-)
+BESIDE = ("peak", "available", "change_cuts", "spread_over")
+
+
+def _told_cuts(told: dict, ahead: Forecast) -> str:
+    cuts = told["memory"]["change_cuts"]
+    return f"; it cuts {cuts:,} of the {len(ahead.measured.at):,} rows measured" if cuts else ""
+
+
+def nothing_fits(config) -> str:
+    lora = ", or LoRA in place of --full" if config.full else ""
+    return f"nothing these flags can lower suffices: take a smaller model or a larger machine{lora}"
 
 
 def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / MIB:.0f} MiB"
 
 
 # ---- --auto-fit
@@ -250,12 +272,13 @@ def fitted(config, run, data, model_config, processor, collators):
         return _refitted(config, before["changed"], model_config, processor)
     ahead = look_ahead(config, data, model_config, processor, collators[0])
     setting = ahead.setting
-    if ahead.verdict(setting) == forecast.FITS:
+    verdict = ahead.verdict(setting)
+    found = ahead.smaller() if verdict != forecast.FITS else None
+    if found is None and verdict != forecast.TOO_MUCH:
         return config, collators
-    found = ahead.smaller()
     if found is None:
         peak, available = gib(ahead.memory(setting).peak), gib(ahead.machine.available)
-        raise OutOfMemory(f"--auto-fit: it would take {peak}, there are {available}; {NOTHING_FITS}")
+        raise OutOfMemory(f"--auto-fit: it would take {peak}, there are {available}; {nothing_fits(config)}")
     other, flags = with_setting(config, setting, found), found.flags_from(setting)
     names = [field.name for field in dataclasses.fields(config)]
     changed = {name: getattr(other, name) for name in names if getattr(other, name) != getattr(config, name)}

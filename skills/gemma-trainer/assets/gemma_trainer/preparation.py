@@ -276,11 +276,13 @@ def _check_ranks(config, run: Run) -> None:
             f"--resume: the checkpoints in {run.folder} are of weights kept {before['kind']} on each process "
             f"(now {ranks.kind()}): launch it as it was begun, or begin anew with --adapter"
         )
+    rows, ours = before["rows_a_step"], config.batch_size * config.grad_accum * now
+    if rows == ours:
+        run.together = before["together"]  # however they are batched, the order stays
     if before["world"] == now:
         return
     if config.streaming:
         raise UsageError(f"--resume: a stream goes on with the {before['world']} processes it began with, not {now}")
-    rows, ours = before["rows_a_step"], config.batch_size * config.grad_accum * now
     if rows != ours:
         able = next((size for size in range(config.batch_size, 0, -1) if rows % (size * now) == 0), None)
         flags = (
@@ -292,7 +294,6 @@ def _check_ranks(config, run: Run) -> None:
             f"--resume: the run in {run.folder} was begun with {before['world']} processes and {rows} rows in an "
             f"optimizer step; with {now} there would be {ours}: give {flags}"
         )
-    run.together = before["together"]
     note(f"going on with {now} processes, before {before['world']}: each optimizer step has the same {rows} rows")
 
 

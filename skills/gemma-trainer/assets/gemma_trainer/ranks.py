@@ -38,9 +38,14 @@ def begin() -> None:
         RuntimeError: the others cannot be reached.
     """
     if world() > 1:
+        import torch
         from accelerate import PartialState
 
-        if PartialState().device.type == "cpu" and kind() == "fsdp":
+        on_cpu = not torch.cuda.is_available()
+        state = PartialState(cpu=on_cpu)
+        if state.num_processes != world():
+            raise RuntimeError(f"{world()} processes were started, and {state.num_processes} found each other")
+        if on_cpu and kind() == "fsdp":
             _spread_over_cpus()
 
 

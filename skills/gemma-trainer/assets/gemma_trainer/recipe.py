@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import extensions, ranks, unsloth_backend
 from .checkpoints import all_checkpoints, checkpoint_bytes, fault_of, step_of
-from .cli import LESS_MEMORY, as_error, note
+from .cli import LESS_MEMORY, PEER_ENDED, as_error, note
 from .collected import collected
 from .data import MAX_CHECKED, Data
 from .errors import Interrupted, OutOfMemory, UsageError
@@ -20,7 +20,7 @@ from .files import move_whole
 from .fsdp import declare_layers
 from .meter import give_freed_memory_back
 from .preparation import steps_of
-from .runs import Run, versions
+from .runs import Run, versions, word_in
 
 FULL = "all steps were trained"  # why most runs end
 
@@ -330,19 +330,22 @@ def train(config, run: Run, trainer, data: Data) -> None:
     except BaseException as problem:
         status = "interrupted" if isinstance(problem, KeyboardInterrupt | Interrupted) else "failed"
         with contextlib.suppress(OSError):  # the disk may be what failed
-            why = str(as_error(problem, trains=True)).splitlines()[0]
-            run.finish(status, why=why, **collected(run, trainer))
-            if not run.main and status == "failed":
+            error = as_error(problem, trains=True)
+            why = str(error).splitlines()[0]
+            if str(error) == PEER_ENDED:
+                why = word_in(run.folder) or why
+            elif not run.main and status == "failed":
                 run.leave_word(f"{ranks.name()}{why}")
+            run.finish(status, why=why, **collected(run, trainer))
         raise
-    if trainer.stop.exit_code:  # since the last look: too late to stop the saving
+    if trainer.stop.agreed():  # since the last look: too late to stop the saving
         told = f"the model is saved in {run.folder}; the report lacks sample answers, which --resume makes up"
         raise Interrupted(told, trainer.stop.exit_code)
 
 
 def _heed_signals(run: Run, trainer) -> None:
     """Stop where a signal said so; the trainer has saved a checkpoint."""
-    if trainer.stop.exit_code:
+    if trainer.stop.agreed():
         step = trainer.state.global_step
         told = f"stopped at step {step}, a checkpoint was saved: go on with --resume --output {run.folder}"
         raise Interrupted(told, trainer.stop.exit_code)

@@ -15,7 +15,7 @@ from pathlib import Path
 from . import metadata
 from .errors import CannotLoad, EnvironmentUnfit
 from .model_card import told_rows
-from .runs import metrics_of
+from .runs import metrics_of, word_in
 
 LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
 SHOWN = 3
@@ -41,7 +41,8 @@ def state_of(folder: Path) -> dict | None:
     if record.get("status") == "running" and record.get("host") == platform.node() and not _alive(record.get("pid")):
         steps = [found["step"] for found in [record, *metrics_of(folder)] if isinstance(found.get("step"), int)]
         record |= {"step": max(steps, default=0)}
-        record |= {"status": "killed", "why": f"its process {record.get('pid')} is gone: go on with --resume"}
+        why = word_in(folder) or f"its process {record.get('pid')} is gone"
+        record |= {"status": "killed", "why": f"{why}: go on with --resume"}
     return record
 
 

@@ -33,7 +33,8 @@ model.safetensors model-*-of-*.safetensors model.safetensors.index.json processo
 tokenizer.json tokenizer_config.json special_tokens_map.json chat_template.jinja checkpoint-* base-model
 training_metadata.json samples.json first_batch.json
 """.split()
-LEFTOVERS = (".unfinished", ".saving-*", ".removed-*", ".*.tmp")  # what a killed run leaves
+WORD = ".failed-rank-"  # what a rank that is not the first writes as it fails
+LEFTOVERS = (".unfinished", ".saving-*", ".removed-*", ".*.tmp", f"{WORD}*")  # what a killed run leaves
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes", "unsloth")
 
 
@@ -124,7 +125,8 @@ class Run:
             EnvironmentUnfit: the disk has less room than `needed_bytes`, or the folder cannot be written.
         """
         if not self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder = ranks.agreed(None)
+            self.folder.mkdir(parents=True, exist_ok=True)  # where the disk is not the first one's
             return
         try:
             while True:
@@ -139,6 +141,7 @@ class Run:
                 raise PermissionError(errno.EACCES, "not writable")
         except OSError as problem:
             raise EnvironmentUnfit(f"--output {self.folder} cannot be made ({problem.strerror})") from None
+        self.folder = ranks.agreed(self.folder)
         self._lock()
         if self._opened:  # by an attempt that ran out of memory
             return
@@ -188,14 +191,9 @@ class Run:
             report_again(self.folder, self.record)
 
     def leave_word(self, why: str) -> None:
-        """Say in `run.json` why a rank that is not the first has failed: the first one waits for it, and will be ended
-        by the launcher without a word."""
-        path = self.folder / "run.json"
-        with contextlib.suppress(OSError, ValueError):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if record.get("status") == "running":
-                self.main, self.record = True, record
-                self.save_record(status="failed", why=why)
+        """Say, beside `run.json`, why a rank that is not the first has failed: before the others can notice it."""
+        with contextlib.suppress(OSError):
+            write_whole(self.folder / f"{WORD}{ranks.rank()}", why)
 
     def show(self, samples: dict) -> None:
         """Keep what samples and prompts look like (see `report.write_report`) for the report."""
@@ -236,6 +234,14 @@ class Run:
             yield staging
             for path in sorted(staging.iterdir()):
                 move_whole(path, self.folder / path.name)
+
+
+def word_in(folder: Path) -> str:
+    """Why a rank of a run has failed, as it said beside `run.json`."""
+    for path in sorted(folder.glob(f"{WORD}*")):
+        with contextlib.suppress(OSError):
+            return path.read_text(encoding="utf-8")
+    return ""
 
 
 def report_again(folder: Path, record: dict | None) -> Path:

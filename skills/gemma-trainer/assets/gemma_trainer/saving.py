@@ -116,11 +116,11 @@ class SavesWhole:
             return
         if (path := Path(checkpoint) / COLLECTED).is_file():
             self._resumed = json.loads(path.read_text(encoding="utf-8"))
-            for name in "kept best_step".split():
+            for name in "kept best_step waited".split():
                 setattr(self, name, self._resumed[name])
             self._seen, self._before = self._resumed.get("seen", {}), self._resumed["seconds"]
             if self.args.process_index == 0:  # what all ranks had counted
-                for name in "counts problems lengths waited".split():
+                for name in "counts problems lengths".split():
                     setattr(self, name, self._resumed[name])
             if self.stream is not None and self._resumed.get("stream"):
                 self.stream.take_up(self._resumed["stream"])

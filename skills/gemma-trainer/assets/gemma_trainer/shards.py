@@ -12,6 +12,7 @@ import hashlib
 import io
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from . import archives, stores
+from .cli import note
 from .errors import CannotLoad, DataError, EnvironmentUnfit, RowError, TrainerError, UsageError
 from .files import user_path
 from .parts import MAX_RECORD, named, parsed
@@ -27,6 +29,7 @@ from .sources import HUB_ID
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 KINDS = {".jsonl": "lines", ".json": "lines", ".parquet": "table", ".tar": "archive", ".tgz": "archive"}
 KNOWN = ".jsonl .parquet .tar (.jsonl and .tar also as .gz, .bz2, .xz; .jsonl.zst)"
+MAX_FILES = 1_000_000
 RANGE = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 BUFFER_BYTES = 256 * 2**20  # most bytes in a shuffle buffer, of which each process that reads has one
 TRIES, PAUSE = 3, 1.0  # how often a shard is opened where reading fails, and the seconds between
@@ -121,29 +124,37 @@ def open_shards(sources: list[str]) -> Shards:
         EnvironmentUnfit: a package for the store or the compression is missing.
         CannotLoad: a store does not answer.
     """
-    units = [unit for source in sources for name in spelled_out(source) for unit in _found(name)]
-    units = [unit for unit in units if unit.size != 0]
-    if not units:
-        raise DataError(f"{', '.join(sources)}: the files have no rows")
-    names = [Path(unit.place).name for unit in units]
-    units = [
-        replace(unit, label=unit.place if names.count(name) > 1 else name)
-        for unit, name in zip(units, names, strict=True)
-    ]
+    named = list(dict.fromkeys(name for source in sources for name in spelled_out(source)))
     with ThreadPoolExecutor(16) as pool:  # a store answers each question late, but many at a time
+        found = [unit for units in pool.map(_found, named) for unit in units if unit.size != 0]
+        units = list({unit.place: unit for unit in found}.values())
+        if not units:
+            raise DataError(f"{', '.join(sources)}: the files have no rows")
+        if len(units) < len(found):
+            note(f"{len(found) - len(units)} files are named twice: each is read once")
+        names = Counter(Path(unit.place).name for unit in units)
+        units = [
+            replace(unit, label=unit.place if names[Path(unit.place).name] > 1 else Path(unit.place).name)
+            for unit in units
+        ]
         return Shards([unit for several in pool.map(_looked_at, units) for unit in several])
 
 
 def spelled_out(name: str) -> list[str]:
     """The names that braces stand for: `a-{08..10}.tar` is `a-08.tar`, `a-09.tar` and `a-10.tar`."""
-    found = RANGE.search(name)
+    found = RANGE.search(name)  # an innermost one
     if not found or Path(name).exists():
         return [name]
     low, high, listed = found.groups()
-    if listed is None:
-        width = len(low) if low.startswith("0") else 0
-        listed = ",".join(f"{number:0{width}d}" for number in range(int(low), int(high) + 1))
-    return [all for one in listed.split(",") for all in spelled_out(name[: found.start()] + one + name[found.end() :])]
+    if listed is not None:
+        several = listed.split(",")
+    else:
+        width = max(len(low), len(high)) if low.startswith("0") or high.startswith("0") else 0
+        several = [f"{number:0{width}d}" for number in range(int(low), int(high) + 1)]
+        if not 0 < len(several) <= MAX_FILES:
+            raise UsageError(f"{name}: {found[0]} stands for {len(several):,} names: from 1 to {MAX_FILES:,} are read")
+    names = [whole for one in several for whole in spelled_out(name[: found.start()] + one + name[found.end() :])]
+    return list(dict.fromkeys(names))  # {x,y{0..1}}: the inner ones repeat what stands beside them
 
 
 def kind_of(name: str) -> str | None:

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from .errors import RowError, UsageError
+from .batching import start_worker
+from .errors import CannotLoad, RowError, UsageError
 from .shards import BUFFER_BYTES, Record, Shards, Unit, records
 
 POOL = 16  # groups that are sorted by length together
+PATIENCE = 50  # epochs without a row, times the readers: by chance a reader may get empty shards several times
 
 
 class RowStream(IterableDataset):
@@ -79,6 +81,7 @@ class RowStream(IterableDataset):
             pin_memory=args.dataloader_pin_memory,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=start_worker,
             generator=torch.Generator().manual_seed(args.seed),  # see `trainers.RowsTrainer._loader`
         )
 
@@ -119,8 +122,10 @@ class RowStream(IterableDataset):
 
     def _rows(self, reader: int, skip: int) -> Iterator[dict | RowError]:
         """The rows of a reader from the one numbered `skip`, epoch after epoch."""
-        handed = 0
+        handed = empty = 0
         for epoch in itertools.count():
+            if empty > PATIENCE * self.world * self.workers:
+                raise CannotLoad("the shards have no rows any more")
             if (count := self._count(reader, epoch)) is not None and handed + count <= skip:
                 handed += count
                 continue
@@ -128,6 +133,7 @@ class RowStream(IterableDataset):
             for number in itertools.count():
                 pool = list(itertools.islice(shuffled, self.group * (POOL if self.group > 1 else 1)))
                 if not pool:
+                    empty = 0 if number else empty + 1
                     break
                 if handed + len(pool) > skip:
                     random = np.random.default_rng((self.seed, epoch, reader, number))

@@ -10,7 +10,7 @@ import transformers
 import trl
 
 from . import ranks
-from .batching import LengthGroupedSampler, RankBatches
+from .batching import LengthGroupedSampler, RankBatches, start_worker
 from .callbacks import Watchman
 from .collator import Batch, MultimodalCollator
 from .divergence import DivergenceGuard
@@ -143,6 +143,7 @@ class RowsTrainer(SavesWhole):
             persistent_workers=persistent,
             prefetch_factor=args.dataloader_prefetch_factor,
             pin_memory=args.dataloader_pin_memory,
+            worker_init_fn=start_worker,
             # It draws seeds for its workers, more or fewer of them as there are workers, and dropout would change.
             generator=torch.Generator().manual_seed(args.seed),
         )
@@ -220,14 +221,15 @@ class RowsTrainer(SavesWhole):
         self.control.should_log = logging
 
     def check_media(self, after: int = 1, counts=None, problems=None) -> None:
-        """Stop when too many media, or rows, of those that all ranks have seen so far could not be read."""
+        """Stop when too many media, or rows, of those all ranks have seen so far could not be read; all do."""
         counts, problems = self._seen if counts is None else counts, self.problems if problems is None else problems
         media = counts.get("images", 0) + counts.get("clips", 0)
         rows = counts.get("rows", 0) + counts.get("bad_rows", 0)
         for what, seen in (("media", media), ("rows", rows)):
             bad = counts.get(f"bad_{what}", 0)
             if seen >= after and bad > self.max_bad_media * seen:
-                named = "; ".join(f"{row}: {reason}" for row, reason in problems[:3])
+                named = [problem for some in ranks.gathered(problems[:3]) for problem in some]
+                named = "; ".join(f"{row}: {reason}" for row, reason in dict.fromkeys(map(tuple, named[:3])))
                 limit = f"--max-bad-media {self.max_bad_media:g}"
                 raise DataError(f"{bad} of {seen} {what} cannot be read, over {limit}. First: {named}")
 

@@ -104,7 +104,7 @@ class WatchAnswers(transformers.TrainerCallback):
     def _answers(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer | str]]:
         """(name, answer or why there is none) of each prompt."""
         found, at = [], 0
-        while at < len(prompts) and (spread or not self.trainer.stopping()):
+        while at < len(prompts) and not (self.trainer.all_stopping() if spread else self.trainer.stopping()):
             some = prompts[at : at + self.at_once]
             try:
                 found += self._generate(some, spread)
