@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from importlib.util import find_spec
 
@@ -124,18 +123,6 @@ def test_zero_leaves_batch_accumulation_and_clipping_to_the_script(name, stage, 
 
         batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
         assert DeepSpeedConfig(config | batch | {"gradient_clipping": 1.0}).zero_config.stage == stage
-
-
-def test_two_processes_of_this_cpu_find_each_other(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        "import torch\nfrom accelerate import Accelerator\nstate = Accelerator(cpu=True)\n"
-        "total = state.reduce(torch.tensor(float(state.process_index + 1)))\n"
-        "print(state.num_processes, total.item(), state.distributed_type.value, flush=True)\n"
-    )
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
-    done = subprocess.run([*command, FOLDER / "ddp-cpu.yaml", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["2", "3.0", "MULTI_CPU"] * 2, done.stderr
 
 
 # ---- the examples for schedulers

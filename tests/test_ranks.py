@@ -163,6 +163,20 @@ def test_a_rank_that_dies_ends_the_others_within_a_minute(tmp_path):
     assert record["status"] == "failed" and "another process" in record["why"]
 
 
+def test_a_signal_to_the_launcher_saves_a_checkpoint(tmp_path):
+    """The launcher signals whole process groups; the workers that prepare batches must outlive it."""
+    rows_file(tmp_path)
+    process = launch("ddp-cpu.yaml", *command(tmp_path, "--max-steps", 1000, "--num-workers", 1))
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    _, told = finish(process, 90)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "interrupted" and "a checkpoint was saved" in record["why"], told[-3000:]
+    assert list((tmp_path / "run").glob("checkpoint-*/files.json"))
+
+
 def rank_of(pid: str) -> int | None:
     with open(f"/proc/{pid}/environ") as file:
         found = dict(entry.partition("=")[::2] for entry in file.read().split("\0"))
@@ -170,6 +184,25 @@ def rank_of(pid: str) -> int | None:
 
 
 # ---- what is decided before
+
+
+def test_ranks_that_have_unequal_memory_decide_by_the_least(monkeypatch):
+    from gemma_trainer import planning
+
+    others = {"available": 2**30, "base": 2**31}
+    monkeypatch.setattr(ranks, "gathered", lambda own: [own, (others["available"], others["base"])])
+    found = planning.this_machine(types.SimpleNamespace(device_memory=24, precision="auto"))
+    assert (found.available, found.base) == (2**30, 2**31)
+
+
+def test_spread_weights_are_forecast_by_division():
+    from gemma_trainer.forecast import Memory, spread
+
+    whole = Memory(weights=1000, gradients=400, optimizer=800, activations=70, base=5)
+    assert spread(whole, "whole", 4, 100, 9) == spread(whole, "fsdp", 1, 100, 9) == whole
+    parted = spread(whole, "fsdp", 4, embedding=100, layers=9)
+    assert (parted.gradients, parted.optimizer, parted.activations, parted.base) == (100, 200, 70, 5)
+    assert parted.weights == 250 + 100 + 2 * 100
 
 
 def run_before(**facts):

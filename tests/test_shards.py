@@ -197,3 +197,18 @@ def test_a_shard_that_is_gone_is_told_by_name_from_a_worker_too(tmp_path):
 def test_a_medium_is_fetched_once_to_be_measured_and_opened(store, media):
     store.put(str(media / "red.png"), "/bucket/red.png")
     assert stores.medium("memory://bucket", "red.png") is stores.medium("memory://bucket", "red.png")
+
+
+def test_braces_stand_for_each_name_once_and_only_for_some():
+    assert shards.spelled_out("a-{x,y{0..1}}.tar") == ["a-x.tar", "a-y0.tar", "a-y1.tar"]
+    assert shards.spelled_out("a-{1..03}.tar") == ["a-01.tar", "a-02.tar", "a-03.tar"]
+    for name in ("a-{5..3}.tar", "a-{0..3000000}.tar"):
+        with pytest.raises(UsageError, match="stands for"):
+            shards.spelled_out(name)
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys):
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    found = shards.open_shards([str(tmp_path), str(tmp_path / "0.jsonl")])
+    assert len(found.units) == 2 and "1 files are named twice" in capsys.readouterr().err

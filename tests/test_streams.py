@@ -16,7 +16,7 @@ from shard_files import FORMATS, archive, delivered, length, numbered, told, wri
 
 from conftest import SAMPLES, ask, talk
 from gemma_trainer import cli, data, preparation, runs, shards, streams, trainers
-from gemma_trainer.errors import UsageError
+from gemma_trainer.errors import CannotLoad, UsageError
 
 # ---- every row once
 
@@ -287,3 +287,14 @@ def test_a_dry_run_says_what_is_known(tmp_path, run_here):
     (tmp_path / "a.jsonl").write_text("no JSON\n" * 2 + json.dumps(numbered(0, 1)[0]))
     code, result, _ = run_here("sft_train", "--dataset", tmp_path / "a.jsonl", "--max-steps", 2, "--dry-run")
     assert code == 3 and "a.jsonl:1" in result["error"]["message"]
+
+
+def test_a_stream_whose_files_have_lost_their_rows_ends(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 5)
+    stream = iter(streams.RowStream(shards.open_shards([str(path)]), 1, buffer=1))
+    next(stream)
+    path.write_text("")
+    with pytest.raises(CannotLoad, match="no rows any more"):
+        for _ in range(20):
+            next(stream)
