@@ -298,3 +298,10 @@ def test_a_stream_whose_files_have_lost_their_rows_ends(tmp_path):
     with pytest.raises(CannotLoad, match="no rows any more"):
         for _ in range(20):
             next(stream)
+
+
+def test_prompts_that_are_messages_stream(tmp_path):
+    row = {"prompt": talk("a")["messages"], "chosen": "b", "rejected": "c"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    config = types.SimpleNamespace(dataset=["pairs"], shuffle_buffer=10)
+    assert len(data._first_rows(config, shards.open_shards([str(tmp_path)]))) == 1

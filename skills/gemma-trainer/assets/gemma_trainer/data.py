@@ -93,7 +93,8 @@ def _first_rows(config, stream: shards.Shards) -> list:
     if fitting < config.shuffle_buffer:
         note(f"about {fitting:,} of these rows fill the shuffle buffer of {shards.BUFFER_BYTES >> 20} MiB")
     rows = [record.row() for record in records]
-    if asked := {row.get("prompt") for row in rows if isinstance(row, dict)} & set(ASKED.values()):
+    prompts = (row.get("prompt") for row in rows if isinstance(row, dict))
+    if asked := {prompt for prompt in prompts if isinstance(prompt, str)} & set(ASKED.values()):
         note(f"media with nothing but a .txt are asked: {' '.join(sorted(asked))}")
     return rows
 
