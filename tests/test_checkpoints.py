@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import ask, talk
-from gemma_trainer import checkpoints, recipe, runs
+from gemma_trainer import checkpoints, collected, recipe, runs
 from gemma_trainer.checkpoints import all_checkpoints, fault_of, put_in_place, rotate, seal
 from gemma_trainer.files import move_whole, remove_folder
 
@@ -85,8 +85,8 @@ def test_figures_are_those_of_the_step_whose_model_is_saved():
     history = [{"step": 1, "loss": 3.0, "eval_loss": 2.0}, {"step": 2, "loss": 1.0, "eval_loss": 4.0, "gen/json": 0.1}]
     trainer = types.SimpleNamespace(state=types.SimpleNamespace(log_history=history))
     best = types.SimpleNamespace(record={"best": {"step": 1}})
-    assert recipe._history(best, trainer) == [history[0], {"step": 2, "loss": 1.0}]
-    assert recipe._history(types.SimpleNamespace(record={"best": None}), trainer) == history
+    assert collected._history(best, trainer) == [history[0], {"step": 2, "loss": 1.0}]
+    assert collected._history(types.SimpleNamespace(record={"best": None}), trainer) == history
 
 
 def test_the_oldest_go_with_those_that_are_not_whole_and_the_best_stays(tmp_path):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from conftest import ASSETS
+from gemma_trainer import ranks, runs
 from gemma_trainer.errors import EnvironmentUnfit, UsageError
 from gemma_trainer.runs import Run
 
@@ -55,13 +56,16 @@ def test_ranks_but_the_first_write_nothing(tmp_path, monkeypatch):
     first = Run("sft_train", str(tmp_path / "run"))
     first.open()
     monkeypatch.setenv("RANK", "1")
-    other = Run("sft_train", str(tmp_path / "run"))
+    monkeypatch.setattr(ranks, "agreed", lambda _: first.folder)
+    other = Run("sft_train", None)  # the folder is the one that the first rank takes
     other.open()
     other.save_record(status="mine")
     other.finish("done")
     other.show({"row": {}})
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
+    other.leave_word("rank 1: no room")
+    assert runs.word_in(first.folder) == "rank 1: no room"
 
 
 def test_folders_that_cannot_be_used(tmp_path):
