@@ -53,8 +53,8 @@ def assert_same(one, other, tolerance=1e-4):
     assert record["first_batch"]["hash"] == record2["first_batch"]["hash"]  # rows, ids, attention and labels
     assert record["counters"] == record2["counters"] and record["model"]["trains"] == record2["model"]["trains"]
     losses, losses2 = curve(folder, "loss", "learning_rate"), curve(folder2, "loss", "learning_rate")
-    assert len(losses) == record["steps"] and losses == [pytest.approx(step, abs=tolerance) for step in losses2]
+    assert len(losses) == record["steps"] and losses == [pytest.approx(step, rel=tolerance) for step in losses2]
     gradients, gradients2 = curve(folder, "grad_norm"), curve(folder2, "grad_norm")
     assert gradients == [pytest.approx(step, rel=1e-3) for step in gradients2]
     if "eval_loss" in record["metrics"]:
-        assert record["metrics"]["eval_loss"] == pytest.approx(record2["metrics"]["eval_loss"], abs=tolerance)
+        assert record["metrics"]["eval_loss"] == pytest.approx(record2["metrics"]["eval_loss"], rel=tolerance)

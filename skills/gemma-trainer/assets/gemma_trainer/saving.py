@@ -32,6 +32,8 @@ class SavesWhole:
 
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
+        if not self.args.should_save:  # transformers since 5.24 asks all ranks, of which one writes
+            return
         folder = Path(output_dir or self.args.output_dir)
         (folder / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to load
         for weights in folder.glob("*.safetensors"):
