@@ -9,10 +9,12 @@ import torch
 
 from conftest import ROOT, talk
 from gemma_trainer import demo, forecast, models, rehearsal
+from gemma_trainer.arguments import trl_chunks
 from gemma_trainer.collator import MultimodalCollator
 from gemma_trainer.families import modalities
 from gemma_trainer.forecast import Memory, Setting, smallest_change
 from gemma_trainer.heaviest import Measured
+from gemma_trainer.losses import CHUNK
 
 SETTING = Setting(batch_size=8, grad_accum=2, four_bit=False, checkpointing=False, max_len=2048, lora_r=16)
 
@@ -317,4 +319,6 @@ def test_the_table_is_in_step_and_sizes_are_those_published():
         parameters = sum(one.numel() for one in models.skeleton(memory_table.make_config(size)).parameters())
         assert parameters == pytest.approx(1e9 * size["published"], rel=0.01), name
     again = memory_table.play(memory_table.sizes()["gemma-3-270m"], "4-bit LoRA", 1024)
-    assert sum(again.values()) == pytest.approx(figures["gemma-3-270m"]["4-bit LoRA"][0], rel=0.01)
+    # The table is that of TRL 1.14, whose own loss head makes the float32 logits of a chunk once more than ours does.
+    once_more = 0 if trl_chunks() else CHUNK * 262_144 * 4
+    assert sum(again.values()) + once_more == pytest.approx(figures["gemma-3-270m"]["4-bit LoRA"][0], rel=0.01)
