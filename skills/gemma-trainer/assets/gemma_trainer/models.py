@@ -17,6 +17,7 @@ TOWERS = {
     "vision": ("vision_tower", "embed_vision", "multi_modal_projector", "vision_embedder"),
     "audio": ("audio_tower", "embed_audio"),
 }
+MEDIA = {"vision": "image", "audio": "audio"}  # the kind of medium that each of these takes
 # What is never quantized, by name; small beside the language model, and the first to suffer.
 WHOLE = """lm_head score vision_tower audio_tower vision_embedder embed_vision embed_audio multi_modal_projector altup
 router""".split()
@@ -340,8 +341,7 @@ def describe_trained(model) -> dict:
 def trained_kinds(model) -> set[str]:
     """The kinds of media whose tower, or what joins it to the text, is trained: of "image" and "audio"."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    kinds = {"vision": "image", "audio": "audio"}
-    return {kinds[part] for part, keys in TOWERS.items() if any(key in name for name in trained for key in keys)}
+    return {MEDIA[part] for part, keys in TOWERS.items() if any(key in name for name in trained for key in keys)}
 
 
 def _advice(name: str, problem: Exception) -> str:

@@ -86,17 +86,6 @@ def summed(numbers: list[int]) -> list[int]:
     return [sum(column) for column in zip(*gathered(numbers), strict=True)]
 
 
-def averaged(figures: dict[str, float]) -> dict[str, float]:
-    """The mean of each figure over the ranks that have it; what is no number is rank 0's."""
-    everywhere = gathered(figures)
-    mean = {}
-    for name in dict.fromkeys(name for one in everywhere for name in one):
-        values = [one[name] for one in everywhere if name in one]
-        numbers = all(isinstance(value, int | float) for value in values)
-        mean[name] = sum(values) / len(values) if numbers and len(set(values)) > 1 else values[0]
-    return mean
-
-
 def name() -> str:
     """What this rank is called in messages: nothing where it is alone."""
     return f"rank {rank()} on {platform.node()}: " if world() > 1 else ""

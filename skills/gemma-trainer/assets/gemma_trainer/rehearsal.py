@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .fsdp import inner_model
 from .ledger import MAPPED, Ledger, Played
+from .models import MEDIA, TOWERS, quantized_linears
 
 # ---- 4-bit weights
 
@@ -78,16 +80,10 @@ class Step:
     mapped: bool = False  # weights stay in their file until they are used
 
 
-TOWERS = {
-    "image": ("vision_tower", "vision_embedder", "embed_vision", "multi_modal_projector"),
-    "audio": ("audio_tower", "embed_audio"),
-}
-
-
 def _is_idle(name: str, step: Step) -> bool:
     """Whether a parameter is one of a tower that the data have nothing for: it never gets a gradient."""
     words = name.split(".")
-    return any(tower in words for kind, towers in TOWERS.items() if kind not in step.media for tower in towers)
+    return any(tower in words for part, towers in TOWERS.items() if MEDIA[part] not in step.media for tower in towers)
 
 
 def play(model, batch: dict, step: Step) -> Played:
@@ -162,8 +158,6 @@ def _as_loaded(model, step: Step) -> None:
 
 def quantize(model, dtype) -> None:
     """Put in the place of each linear layer that bitsandbytes quantizes one of its size in 4 bits."""
-    from .models import quantized_linears
-
     for name in quantized_linears(model):
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, _FourBitLinear(model.get_submodule(name), dtype))
@@ -238,7 +232,7 @@ def _sft_loss(model, inputs: dict, ledger: Ledger):
     from .arguments import trl_chunks
     from .losses import trl_scores_trained_only, use_chunked_loss
 
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_model(model)
     _mark_head(inner, ledger)
     if trl_chunks() and trl_scores_trained_only("cpu"):
         from trl.trainer.sft_trainer import _CHUNKED_LM_HEAD_CHUNK_SIZE, _patch_chunked_ce_lm_head
@@ -266,7 +260,7 @@ def _dpo_loss(model, inputs: dict, ledger: Ledger):
     """The policy's log-probabilities, and, while what they keep is there, those of the reference."""
     from .losses import use_log_probs
 
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_model(model)
     _mark_head(inner, ledger)
     use_log_probs(inner)
     answers = inputs.pop("completion_mask")

@@ -150,9 +150,10 @@ def spelled_out(name: str) -> list[str]:
         several = listed.split(",")
     else:
         width = max(len(low), len(high)) if low.startswith("0") or high.startswith("0") else 0
+        count = int(high) - int(low) + 1
+        if not 0 < count <= MAX_FILES:
+            raise UsageError(f"{name}: {found[0]} stands for {max(count, 0):,} names: 1 to {MAX_FILES:,} are read")
         several = [f"{number:0{width}d}" for number in range(int(low), int(high) + 1)]
-        if not 0 < len(several) <= MAX_FILES:
-            raise UsageError(f"{name}: {found[0]} stands for {len(several):,} names: from 1 to {MAX_FILES:,} are read")
     names = [whole for one in several for whole in spelled_out(name[: found.start()] + one + name[found.end() :])]
     return list(dict.fromkeys(names))  # {x,y{0..1}}: the inner ones repeat what stands beside them
 

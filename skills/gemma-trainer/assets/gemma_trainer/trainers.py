@@ -338,10 +338,15 @@ def _mean_of_all_ranks(metrics: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _of_all_ranks(figures: dict) -> dict:
-    """What is logged, as it is for the run as a whole."""
-    everywhere = ranks.gathered(figures)
-    found = ranks.averaged(figures)
-    for name, of_all in {"tokens_per_second": sum, "memory_mb": max}.items():
-        if name in figures:
-            found[name] = of_all(one[name] for one in everywhere)
+    """What is logged, as it is for the run as a whole: the mean of each figure over the ranks that have it, the sum of
+    their speeds, the largest of their memories; what is no number is the first rank's."""
+    everywhere, found = ranks.gathered(figures), {}
+    for name in dict.fromkeys(name for one in everywhere for name in one):
+        values = [one[name] for one in everywhere if name in one]
+        if name in ("tokens_per_second", "memory_mb"):
+            found[name] = sum(values) if name == "tokens_per_second" else max(values)
+        elif len(set(map(str, values))) > 1 and all(isinstance(value, int | float) for value in values):
+            found[name] = sum(values) / len(values)
+        else:
+            found[name] = values[0]
     return found
