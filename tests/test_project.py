@@ -86,7 +86,7 @@ def test_modules_import_only_from_below():
     eval_prompts demo writing folders columns archives shards streams scan convert meter fsdp divergence saving
     arguments callbacks trainers first_batch preference_trainers previews watching page report dataset_report
     findings duplicates inspection checks tokens tally ray_scan examples packages backends runs model_card
-    metadata data preparation unsloth_backend audit collected extensions recipe audited run_check outcome
+    metadata inference data preparation unsloth_backend audit collected extensions recipe audited run_check outcome
     scoring scorer survey verdict fixes splits arms comparison comparison_page reload verification hub machine
     ledger rehearsal forecast heaviest planning""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}

@@ -43,7 +43,7 @@ def read_prompts(file: str) -> list[Prompt]:
     if len(rows) > MAX_PROMPTS:
         raise DataError(f"--eval-prompts {file}: {len(rows):,} prompts, at most {MAX_PROMPTS:,} are answered")
     table = file.endswith(".parquet")
-    prompts = [_read_prompt(rows[index], rows.name(index), table) for index in range(len(rows))]
+    prompts = [read_prompt(rows[index], rows.name(index), table) for index in range(len(rows))]
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.name in seen:
@@ -72,7 +72,8 @@ def unanswerable(prompts: list[Prompt], collator) -> list[tuple[str, str]]:
     return found
 
 
-def _read_prompt(raw: Mapping, name: str, table: bool = False) -> Prompt:
+def read_prompt(raw: Mapping, name: str, table: bool = False) -> Prompt:
+    """A row as a prompt; `table` where it comes from a parquet file. Raises RowError."""
     raw = dict(raw)
     given, own = raw.pop("checks", None), raw.pop("id", None)
     if "chosen" in raw and "rejected" in raw:

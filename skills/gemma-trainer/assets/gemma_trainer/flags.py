@@ -166,10 +166,27 @@ class CollatorFlags:
         return {name: getattr(self, name) for name in names} | {"placeholders": self.placeholders or "rows"}
 
 
+@dataclass(frozen=True)
+class InferenceFlags:
+    """How a model that speaks is loaded and asked (`inference.load_policy`)."""
+
+    max_len: int = flag(2048, "most tokens in a row, media tokens included")
+    batch_size: int = flag(8, "rows at a time; halved where memory runs out")
+    max_new_tokens: int = flag(256, "most tokens of an answer")
+    thinking: str | None = flag(
+        help="the template's thinking switch (default: as the model was trained, else auto)",
+        choices=("auto", "on", "off"),
+    )
+    precision: str = flag("auto", "auto: bf16 where native, else fp32", ("auto", "bf16", "fp16", "fp32"))
+    quantize: str = flag("auto", "4-bit weights; auto: on CUDA, where it was trained so", ("auto", "4bit", "none"))
+    media_root: str | None = flag(help="refuse media files outside this folder")
+    allow_remote_media: bool = flag(False, "fetch media from http(s) URLs")
+
+
 def check_ranges(values: dict) -> None:
     """Refuse numbers that mean nothing (UsageError)."""
     positive = """max_len max_steps batch_size grad_accum lora_r lora_alpha epochs lr save_steps eval_steps max_minutes
-    eval_prompts_every eval_prompts_max_tokens shuffle_buffer device_memory"""
+    eval_prompts_every eval_prompts_max_tokens shuffle_buffer device_memory max_new_tokens"""
     for name in positive.split():
         if values.get(name) is not None and not 0 < values[name] < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {values[name]}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .answer_checks import Answer
 from .errors import RowError
@@ -134,6 +136,53 @@ def _read_answer(tokenizer, made: list[int], stops: list[int]) -> Answer:
     thought = THOUGHT.match(text)
     reasoning, said = (thought[1].strip(), text[thought.end() :].strip()) if thought else ("", text)
     return Answer(said, end, end < len(made), reasoning)
+
+
+class InBatches:
+    """Does something for many items, some at a time: as many as memory allows, and the one that fails alone.
+
+    Args:
+        work: takes a list of items and returns a result for each.
+        at_once: items in a batch, at first; halved where memory runs out.
+
+    Example:
+        for question, answer in InBatches(lambda some: generate(model, collator, prompts_of(collator, some)), 8)(asked):
+            ...
+    """
+
+    def __init__(self, work: Callable[[list], list], at_once: int):
+        self.work, self.at_once = work, at_once
+
+    def __call__(self, items: list, stopping: Callable[[], bool] = lambda: False) -> Iterator[tuple[Any, Any]]:
+        """(item, its result, or as a text why it has none), until `stopping()`."""
+        from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+        at = 0
+        while at < len(items) and not stopping():
+            some = items[at : at + self.at_once]
+            try:
+                found = self.work(some)
+            except Exception as problem:
+                if len(some) == 1:
+                    yield some[0], _reason(problem)
+                elif should_reduce_batch_size(problem):
+                    self.at_once = max(1, self.at_once // 2)
+                    clear_device_cache(garbage_collection=True)
+                    continue
+                else:
+                    for item in some:
+                        yield from self([item], stopping)
+            else:
+                yield from zip(some, found, strict=True)
+            at += len(some)
+
+
+def _reason(problem: Exception) -> str:
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    if isinstance(problem, RowError):
+        return problem.reason
+    return "out of memory" if should_reduce_batch_size(problem) else f"it failed ({type(problem).__name__})"
 
 
 def answer(model, collator, raw: dict, max_new_tokens: int = 64, blind: bool = False) -> dict | None:

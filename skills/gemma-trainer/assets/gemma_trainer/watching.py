@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import time
@@ -13,13 +14,12 @@ import numpy as np
 import torch
 import transformers
 from accelerate.utils import gather_object
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from .answer_checks import Answer, Check, error_rate
-from .errors import Interrupted, RowError
+from .errors import Interrupted
 from .eval_prompts import Prompt
 from .files import tell
-from .generation import generate, prompts_of
+from .generation import InBatches, generate, prompts_of
 
 AT_ONCE = 8  # prompts in a batch, at first
 RATES = {"max_wer": "wer", "max_cer": "cer"}  # checks whose measure is logged, too
@@ -59,7 +59,8 @@ class WatchAnswers(transformers.TrainerCallback):
         log_answers: bool = False,
     ):
         self.trainer, self.collator, self.asking = trainer, collator, asking
-        self.keep, self.log_answers, self.at_once = keep, log_answers, AT_ONCE
+        self.keep, self.log_answers = keep, log_answers
+        self._in_batches = InBatches(self._generate, AT_ONCE)
         self.prompts = prompts
         self._by_length = sorted(prompts, key=lambda prompt: len(json.dumps(prompt.question.row.messages)))
         self._told: list[str] = []  # the prompts that were told to fail
@@ -103,32 +104,18 @@ class WatchAnswers(transformers.TrainerCallback):
 
     def _answers(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer | str]]:
         """(name, answer or why there is none) of each prompt."""
-        found, at = [], 0
-        while at < len(prompts) and not (self.trainer.all_stopping() if spread else self.trainer.stopping()):
-            some = prompts[at : at + self.at_once]
-            try:
-                found += self._generate(some, spread)
-            except Exception as problem:
-                if len(some) == 1:
-                    found.append((some[0].name, self._reason(problem)))
-                elif should_reduce_batch_size(problem):
-                    clear_device_cache(garbage_collection=True)
-                    self.at_once = max(1, self.at_once // 2)
-                    continue
-                else:  # find the one
-                    for prompt in some:
-                        found += self._answers([prompt], spread)
-            at += len(some)
-        return found
+        stopping = self.trainer.all_stopping if spread else self.trainer.stopping
+        self._in_batches.work = functools.partial(self._generate, spread=spread)
+        return [(prompt.name, answer) for prompt, answer in self._in_batches(prompts, stopping)]
 
-    def _generate(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer]]:
+    def _generate(self, prompts: list[Prompt], spread: bool) -> list[Answer]:
         names = tuple(prompt.name for prompt in prompts)
         if names not in self._ready:
             self._ready[names] = prompts_of(self.collator, [prompt.question for prompt in prompts])
         options = {"synced_gpus": True} if spread else {}
         how = self.asking
         with self.trainer.compute_loss_context_manager():
-            answers = generate(
+            return generate(
                 self.trainer.model,
                 self.collator,
                 self._ready[names],
@@ -137,12 +124,6 @@ class WatchAnswers(transformers.TrainerCallback):
                 None if spread else self.trainer.stopping,
                 **options,
             )
-        return list(zip(names, answers, strict=True))
-
-    def _reason(self, problem: Exception) -> str:
-        if isinstance(problem, RowError):
-            return problem.reason
-        return "out of memory" if should_reduce_batch_size(problem) else f"it failed ({type(problem).__name__})"
 
     def _log(self, state, answers: dict[str, Answer | str], seconds: float) -> None:
         told, failed = [], []
