@@ -1,4 +1,4 @@
-"""The pages name scripts, commands and flags that exist, and files that are there."""
+"""The pages of both skills name scripts, commands and flags that exist, and files that are there."""
 
 import re
 import runpy
@@ -6,10 +6,11 @@ import shlex
 
 import pytest
 
-from conftest import ASSETS, ROOT
+from conftest import ROOT
 from gemma_trainer import cli
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("skills/*/SKILL.md")), *sorted(ROOT.glob("skills/*/references/*.md"))]
+SCRIPTS = {path.name: path for path in ROOT.glob("skills/*/assets/*.py")}
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 CODE = re.compile(r"```\w*\n(.*?)```|((?:^ {4}\S.*\n)+)|`([^`]+)`", re.S | re.M)
 SCRIPT = re.compile(r"(?:^|[\s/])(\w+\.py)((?:\s[^\n]*)?)$")
@@ -21,18 +22,27 @@ def commands(text):
         lines = re.sub(r"\\\n\s*", " ", fenced or indented).splitlines() or [" ".join(inline.split())]
         for line in lines:
             found = SCRIPT.search(re.split(r"\s#\s|\s[|>&]\s", line)[0].rstrip())
-            if found and (ASSETS / found[1]).is_file():
+            if found and found[1] in SCRIPTS:
                 yield found[1], shlex.split(found[2])
 
 
-def flags_of(script, words):
-    """(names of the flags that a script's command has, the words behind the command)."""
-    known = runpy.run_path(str(ASSETS / script))
-    if "COMMANDS" not in known:
-        return known["Config"], words
-    command, *rest = words or [next(iter(known["COMMANDS"]))]
-    assert all(one in known["COMMANDS"] for one in command.split("|")), f"{script} has no command {command}"
-    return known["COMMANDS"][command.split("|")[0]][1], rest
+def parsers(script):
+    """{command: parser} of a script; the command is "" where there is but one."""
+    known = runpy.run_path(str(SCRIPTS[script]))
+    if "build_parser" in known:  # a script that needs no library
+        return {"": known["build_parser"]()}
+    flags = {name: flags for name, (_, flags, _) in known.get("COMMANDS", {}).items()} or {"": known["Config"]}
+    return {name: cli.build_parser(one, "", "") for name, one in flags.items()}
+
+
+def parser_of(script, words):
+    """(the parser of a command, the words behind the command)."""
+    known = parsers(script)
+    if "" in known:
+        return known[""], words
+    command, *rest = words or [next(iter(known))]
+    assert all(one in known for one in command.split("|")), f"{script} has no command {command}"
+    return known[command.split("|")[0]], rest
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -41,8 +51,8 @@ def test_every_flag_in_a_command_exists(page):
     for script, words in commands(page.read_text()):
         if not words or words[0] == "...":
             continue
-        flags, rest = flags_of(script, words)
-        known = cli.build_parser(flags, "", "")._option_string_actions
+        parser, rest = parser_of(script, words)
+        known = parser._option_string_actions
         given = [word.split("=")[0] for word in rest if word.startswith("--")]
         wrong += [f"{script} {flag}" for flag in given if flag not in known]
     assert not wrong
@@ -50,11 +60,7 @@ def test_every_flag_in_a_command_exists(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_flag_named_alone_exists_somewhere(page):
-    known = set()
-    for script in ASSETS.glob("*.py"):
-        names = runpy.run_path(str(script))
-        every = [names["Config"]] if "Config" in names else [flags for _, flags, _ in names["COMMANDS"].values()]
-        known |= {flag for flags in every for flag in cli.build_parser(flags, "", "")._option_string_actions}
+    known = {flag for script in SCRIPTS for one in parsers(script).values() for flag in one._option_string_actions}
     alone = set(re.findall(r"`(--[a-z-]+)(?![\w])", page.read_text()))  # those of other tools have underscores
     assert alone <= known
 

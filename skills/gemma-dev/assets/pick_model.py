@@ -62,12 +62,7 @@ class UsageError(Exception):
     """The command line is wrong; the message says how."""
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line, checked.
-
-    Raises:
-        UsageError: a flag is unknown or missing, or its value wrong.
-    """
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         epilog=EXAMPLES,
@@ -92,7 +87,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="auto: the most bits that fit, 4bit at worst; int8: GGUF Q8_0, 4bit: GGUF Q4_0 (default: auto)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, also for failures")
-    asked = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked.
+
+    Raises:
+        UsageError: a flag is unknown or missing, or its value wrong.
+    """
+    asked = build_parser().parse_args(argv)
     if not 0 < asked.memory < math.inf:
         _refuse(f"--memory {asked.memory:g}: expected GiB above 0")
     if asked.context is not None and asked.context < 1:
