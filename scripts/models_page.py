@@ -28,8 +28,8 @@ Written by `scripts/models_page.py` from `assets/gemma_models.json`, which names
 {looked}. `?`: not published, or not found. *Italic*: not verified. To choose, run `pick_model.py`; this page is for
 looking things up.
 """
-MEMORY = """GiB of weights (bf16, GGUF Q8_0, GGUF Q4_0; encoders 16 bits), and of one conversation's KV cache in 16 bits. The
-formula is at the top of `pick_model.py`; the sizes of the vendor's own files in 4 bits are met within 1.5 %.
+MEMORY = """GiB of weights (bf16, GGUF Q8_0, GGUF Q4_0; encoders in 16 bits), and of the KV cache of one conversation.
+The formula is at the top of `pick_model.py`; the sizes of the vendor's own files in 4 bits are met within 1.5 %.
 bitsandbytes leaves embeddings in 16 bits: E2B and E4B are then far larger than here.
 """
 

@@ -205,7 +205,7 @@ def reasons(one: dict, asked: argparse.Namespace) -> list[str]:
     told.append(f"takes {', '.join(asked.modalities)}{limit}")
     told.append(
         f"{size['weights']} GiB of weights in {one['precision']} + {size['kv_cache']} GiB of KV cache for "
-        f"{one['context']} tokens = {size['total']}, of {USABLE * asked.memory:.1f} usable"
+        f"{one['context']} tokens of one conversation = {size['total']}, of {USABLE * asked.memory:.1f} usable"
     )
     if one["precision"] == "4bit":
         told.append(
