@@ -257,14 +257,14 @@ def commands(one: dict) -> list[str]:
 
 def changes(models: list[dict], asked: argparse.Namespace, bad: list[dict]) -> list[str]:
     """Changes of one flag that would make something fit, as small as tried, each with what would be chosen."""
-    halves = [asked.context // 2**times for times in range(1, 9)] if asked.context else []
+    shorter = [2**power for power in range(18, 8, -1) if 2**power < (asked.context or 0)]
     parts = [[other for other in asked.modalities if other != kind] for kind in asked.modalities]
     short = [one for one in bad if len(one["against"]) == 1 and one["against"][0].startswith("needs")]
     needs = sorted(math.ceil(10 * one["gib"]["total"] / USABLE) / 10 for one in short)
     tries = [
         [("--license any", {"license": "any"})],
         [("--quantize auto", {"quantize": "auto"})],
-        [(f"--context {less}", {"context": less}) for less in halves if less >= 512],
+        [(f"--context {less}", {"context": less}) for less in shorter],
         *([(f"--modalities {','.join(fewer)}", {"modalities": fewer})] for fewer in parts if fewer),
         [(f"--memory {more:g}", {"memory": more}) for more in needs],
     ]
