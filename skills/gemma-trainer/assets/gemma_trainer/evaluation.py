@@ -70,9 +70,7 @@ def begin(config) -> Work:
         raise UsageError("--limit must be more than 0, and --few-shot not less")
     goals = _goals(config.require)
     sources.must_exist(*config.dataset, *filter(None, [config.shots_from]))
-    for name in filter(None, (config.model, config.against, config.judge)):
-        if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-            raise CannotLoad(f"{name}: no such folder")
+    _check_models(config)
     rows = open_heldout(config)
     items = rows.items()
     readable = [item for item in items if not item.problem]
@@ -88,6 +86,18 @@ def begin(config) -> Work:
     _keep_settings(work)
     _tell(work)
     return work
+
+
+def _check_models(config) -> None:
+    """Refuse folders that cannot be what they are given for: a judge is loaded when all else is done."""
+    for name in filter(None, (config.model, config.against, config.judge)):
+        if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+            raise CannotLoad(f"{name}: no such folder")
+    if config.judge and Path(config.judge).is_dir():
+        file = Path(config.judge) / ("adapter_config.json" if _is_adapter(config.judge) else "config.json")
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        if "SEQ_CLS" not in text and "ForSequenceClassification" not in text:
+            raise CannotLoad(f"--judge {config.judge} is no reward model: give the run of reward_train.py")
 
 
 def _goals(given: tuple[str, ...]) -> list[Goal]:

@@ -37,7 +37,7 @@ def ask(policy: Policy, arm: str, items: list[Item], measures: list[str], book: 
 
 
 def ask_guard(policy: Policy, arm: str, questions: list[Question], book: Book, config) -> None:
-    """Have a model answer the general prompts, and tell how likely it finds the base's answers; the base comes first."""
+    """Have a model answer the general prompts, and how likely it finds those of the base, which comes first."""
     asked = {at: (question.answered(),) for at, question in enumerate(questions)}
     _measure(policy, arm, GUARD_ANSWER, asked, book, config)
     said = {at: book.found[BASE, GUARD_ANSWER, at].get("text") for at in asked}

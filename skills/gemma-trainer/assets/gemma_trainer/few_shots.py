@@ -82,7 +82,7 @@ def _example(rows, index: int) -> dict | None:
 
 def _at_home(raw: Mapping) -> dict:
     """A row whose media are found from any folder."""
-    name, folder = raw[SOURCE]
+    folder = (raw.get(SOURCE) or (None, None))[1]
 
     def place(value, kind):
         if isinstance(value, Mapping) and value.get("bytes") is None and value.get("array") is None:
