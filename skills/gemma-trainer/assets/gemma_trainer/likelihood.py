@@ -20,7 +20,9 @@ from .generation import InBatches
 from .inference import Policy
 from .labels import IGNORE
 from .losses import CHUNK
+from .preferences import read_preference
 from .rows import read_row
+from .slots import Media
 from .targets import messages_row
 
 MEASURED = 1000  # rows whose lengths are worked out at once
@@ -115,12 +117,30 @@ def _with_choices(raw: Mapping, choices: Sequence[str]) -> list[dict]:
     return [asked | {"messages": [*before, {"role": "assistant", "content": choice}]} for choice in choices]
 
 
+def stands_alone(collator: MultimodalCollator, media: Sequence[Media]) -> bool:
+    """Whether a row with such media is alone in its batch, so as to have the same figures whatever is beside it.
+
+    Gemma 3n's audio tower has no mask where it normalizes and convolves, so that the frames that pad a clip change its
+    last soft tokens (transformers/models/gemma3n/modeling_gemma3n.py, Gemma3nAudioSSCPConvBlock). Others do not.
+    """
+    return collator.family.name == "gemma3n" and any(medium.kind == "audio" for medium in media)
+
+
 def _in_batches(policy: Policy, collator: MultimodalCollator, raws: Sequence, batch_size: int) -> Iterator:
     lengths: list[int] = []
     for start in range(0, len(raws), MEASURED):
         lengths += collator.lengths([raws[index] for index in range(start, min(start + MEASURED, len(raws)))])
     order = sorted(range(len(raws)), key=lambda index: -lengths[index])
-    yield from InBatches(lambda some: _measure(policy, collator, [raws[index] for index in some]), batch_size)(order)
+    alone = {index for index in order if stands_alone(collator, _media_of(raws[index], collator.paired))}
+    for some, at_once in (([i for i in order if i not in alone], batch_size), ([i for i in order if i in alone], 1)):
+        yield from InBatches(lambda batch: _measure(policy, collator, [raws[index] for index in batch]), at_once)(some)
+
+
+def _media_of(raw: Mapping, paired: bool) -> list[Media]:
+    try:
+        return read_preference(raw).media if paired else read_row(raw).media
+    except RowError:
+        return []
 
 
 @torch.no_grad()

@@ -373,4 +373,4 @@ def _by_form(expected: list[str], audio: bool) -> dict[str, str]:
 def _is_amount(text: str) -> bool:
     """A number with a unit or without, or a solution that ends with one behind #### (as in GSM8K)."""
     said = text.rsplit("####", 1)[-1]
-    return last_number(said) is not None and len(words(said)) <= 2
+    return last_number(said) is not None and len(said.split()) <= 2
