@@ -180,7 +180,9 @@ def _json_fields(answer: Answer, wanted: Wanted) -> float:
 # ---- labels
 
 
+@functools.lru_cache(4096)  # labels are asked for again and again
 def _key(text: str) -> tuple[str, ...]:
+    """A label, or an answer that may be one, as it is compared."""
     return tuple(words(text)) or (text.strip(),)
 
 

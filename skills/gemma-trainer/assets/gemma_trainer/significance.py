@@ -29,8 +29,9 @@ def interval(
     Args:
         stats: [n, k] numbers of each row.
         finish: makes sums [..., k] into figures [...].
-        ends: figures of all wrong and all right rows, in any order; None for a figure without bounds, such as a loss,
-            of which one row tells nothing: the interval is then from -inf to inf.
+        ends: figures of rows that are all wrong and all right, in any order; of an error rate 1 and 0, although it may
+            be more. None for a figure without such ends, a loss, say: one row tells nothing of it, and its interval is
+            from -inf to inf.
 
     Raises:
         ValueError: no rows, or numbers that are not finite.
