@@ -61,8 +61,8 @@ def token_log_probs(policy: Policy, raws: Sequence, batch_size: int) -> Iterator
 def pair_log_probs(
     policy: Policy, raws: Sequence, batch_size: int
 ) -> Iterator[tuple[int, tuple[Likelihood, Likelihood] | str]]:
-    """(index, (the chosen answer, the rejected one)) of preference rows; see `token_log_probs`. Both stand behind the same
-    prompt, as in training, also where only one of them shows its reasoning."""
+    """(index, (the chosen answer, the rejected one)) of preference rows; see `token_log_probs`. Both stand behind the
+    same prompt, as in training, also where only one of them shows its reasoning."""
     collator = copy.copy(policy.collator)
     collator.task = "preference"
     for index, found in _in_batches(policy, collator, raws, batch_size):
