@@ -111,7 +111,7 @@ def test_figures_of_resampled_rows_are_made_of_their_sums():
     ("json_valid", '{"a": 1}', "{}", 1), ("json_valid", '```json\n{"a": 1}\n```', "{}", 1),
     ("json_valid", "5", "{}", 0),
     ("json_valid", "[1]", "{}", 0), ("json_valid", '{"a": 1', "{}", 0), ("json_valid", "[" * 100_000, "[]", 0),
-    ("json_valid", "null", "no JSON", 1), ("json_valid", "NaN", "no JSON", 0), ("json_valid", "", "{}", 0),
+    ("json_valid", "null", "7", 1), ("json_valid", "NaN", "7", 0), ("json_valid", "", "{}", 0),
     ("json_fields", '{"b": {"c": "x"}, "a": 1.0}', '{"a": 1, "b": {"c": "x"}}', 1),
     ("json_fields", '{"a": 1}', '{"a": 1, "b": {"c": "x", "d": null}}', 1 / 3),
     ("json_fields", '{"a": 1, "more": 2}', '{"a": 1}', 1), ("json_fields", '{"a": true}', '{"a": 1}', 0),
@@ -161,7 +161,8 @@ def test_words_where_nothing_was_said_count_as_errors_of_the_corpus():
 
 
 def test_rows_that_a_metric_cannot_measure():
-    unfit = {"numeric": Wanted("none"), "json_fields": Wanted("5"), "accuracy": Wanted("c", ("a", "b")),
+    unfit = {"numeric": Wanted("none"), "json_valid": Wanted("no JSON"), "json_fields": Wanted("5"),
+             "accuracy": Wanted("c", ("a", "b")),
              "macro_f1": Wanted("a"), "checks": Wanted("a"), "wer": Wanted(None), "exact": Wanted(None)}  # fmt: skip
     assert not [name for name, wanted in unfit.items() if METRICS[name].fits(wanted)]
     assert METRICS["json_valid"].fits(Wanted(None)) and METRICS["accuracy"].fits(Wanted(" A.", ("a", "b")))

@@ -319,7 +319,7 @@ def _table() -> dict[str, Metric]:
         _mean_of("normalized", lambda answer, wanted: _same(answer.text, wanted.expected), _has_text),
         _mean_of("f1", lambda answer, wanted: _f1(answer.text, wanted.expected), _has_text),
         _mean_of("numeric", _is_number, lambda wanted: last_number(wanted.expected or "") is not None),
-        _mean_of("json_valid", _json_valid, lambda wanted: True),
+        _mean_of("json_valid", _json_valid, lambda w: w.expected is None or _json_of(w.expected) is not NO_JSON),
         _mean_of("json_fields", _json_fields, lambda wanted: isinstance(_json_of(wanted.expected), dict | list)),
         _mean_of("accuracy", _right_label, _has_label),
         Metric("macro_f1", _label_counts, _macro_f1, _has_label),
