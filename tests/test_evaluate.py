@@ -131,7 +131,7 @@ def test_drift_is_measured_on_the_bases_own_answers(whole, tuned):
     for arm in ("base", "tuned"):
         with policy.untuned() if arm == "base" else nullcontext():
             again = dict(token_log_probs(policy, [raw], 1))[0]
-        assert found[arm, "guard_log_probs", 0]["log_probs"][0] == pytest.approx(again, abs=1e-4)
+        assert found[arm, "guard_log_probs", 0]["log_probs"] == pytest.approx(again, abs=1e-4)
 
 
 def test_permuted_labels_show_no_difference(tuned, tmp_path, capsys):
@@ -159,8 +159,8 @@ def test_a_row_answered_alone_and_among_others(whole, tmp_path, capsys):
         assert len(one.found) == 4 * 33
         for key, entry in one.found.items():
             assert entry.get("text") == among.found[key].get("text")
-            if "log_probs" in entry:
-                assert entry["log_probs"][0] == pytest.approx(among.found[key]["log_probs"][0], abs=1e-4)
+            if "sides" in entry:
+                assert entry["sides"][0] == pytest.approx(among.found[key]["sides"][0], abs=1e-4)
     for name, found in alone["metrics"].items():
         assert found["tuned"] == pytest.approx(whole[1]["metrics"][name]["tuned"], rel=1e-4)
 

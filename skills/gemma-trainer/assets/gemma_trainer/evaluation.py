@@ -38,7 +38,7 @@ class Work:
     goals: list[Goal]
     guard: list[Question]
     examples: tuple | None  # (rows, names) that shots are taken from
-    book: Book | None = None
+    book: Book
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -81,9 +81,14 @@ def begin(config) -> Work:
     names, why, labels = _metrics(config, items)
     guard = _guard_questions(config, "base" in arms)
     _check_goals(goals, names, arms, config)
-    work = Work(config, open_folder(config), rows, items, arms, names, why, labels, goals, guard, examples)
-    work.book = Book(work.folder / ANSWERS)
-    _keep_settings(work)
+    folder = open_folder(config)
+    book = Book(folder / ANSWERS, anew=not config.resume)
+    work = Work(config, folder, rows, items, arms, names, why, labels, goals, guard, examples, book)
+    try:
+        _keep_settings(work)
+    except UsageError:
+        book.close()
+        raise
     _tell(work)
     return work
 
@@ -139,10 +144,8 @@ def _metrics(config, items: list[Item]) -> tuple[list[str], dict[str, str], tupl
         why = metrics.choose(expected, any(item.checks for item in items), heard > len(items) / 2)
         if config.labels:
             why = dict.fromkeys(("accuracy", "macro_f1"), "--labels") | why
-        kinds = {item.kind for item in items}
-        why |= {name: "rows with choices or pairs" for name, (kind, _) in figures.SIDES.items() if kind in kinds}
-        if any(item.kind == "chat" and item.scored for item in items):
-            why |= dict.fromkeys(("loss", "perplexity"), "rows with trained tokens")
+        others = [name for name in (*figures.SIDES, "loss", "perplexity") if _measurable(name, labels, items)]
+        why |= {name: "rows with trained tokens, choices or pairs" for name in others}
         names = list(why)
     else:
         names, why = list(dict.fromkeys(config.metrics)), {}
@@ -153,6 +156,8 @@ def _metrics(config, items: list[Item]) -> tuple[list[str], dict[str, str], tupl
             raise UsageError(f"--metrics {name}: the expected answers are no few labels: name them with --labels")
         if not _measurable(name, labels, items):
             raise UsageError(f"--metrics {name}: no row can be measured by it")
+    if config.judge and not figures.wanted_of(items, figures.ANSWER):
+        raise UsageError("--judge scores answers, but no row asks for one")
     if not names:
         raise DataError("there is nothing to measure: no row has an answer, checks, choices or a pair")
     return names + ["judge"] * bool(config.judge), why, labels
@@ -160,12 +165,12 @@ def _metrics(config, items: list[Item]) -> tuple[list[str], dict[str, str], tupl
 
 def _measurable(name: str, labels: tuple[str, ...], items: list[Item]) -> bool:
     from . import evaluation_figures as figures
+    from .evaluation_work import wanted_of
     from .metrics import METRICS
 
     if name in METRICS:
         return bool(figures.measured_by(METRICS[name], labels, items))
-    kind = figures.SIDES[name][0] if name in figures.SIDES else "chat"
-    return any(item.kind == kind and item.scored for item in items)
+    return bool(wanted_of(items, figures.measure_of(name)))
 
 
 def _guard_questions(config, compared: bool) -> list[Question]:
@@ -212,7 +217,7 @@ def _keep_settings(work: Work) -> None:
 
 
 def _identity(name: str | None) -> str | None:
-    """What tells a model from others: a hub id; of a folder what is in its files, and in those of its base."""
+    """What tells a model from others: a hub id; of a folder its name and what is in its files."""
     folder = user_path(name or "")
     if not name or not folder.is_dir():
         return name
@@ -222,6 +227,8 @@ def _identity(name: str | None) -> str | None:
 
 
 def _tell(work: Work) -> None:
+    from .metrics import label_of
+
     config, failed = work.config, [item for item in work.items if item.problem]
     if failed:
         work.tell(f"{len(failed):,} of {len(work.items):,} rows cannot be read, and count as failed")
@@ -229,6 +236,10 @@ def _tell(work: Work) -> None:
         work.tell(
             f"{len(unasked):,} rows are not asked, only their loss is taken: {unasked[0].name}: {unasked[0].unasked}"
         )
+    expected = [item.expected for item in work.items if item.expected is not None and item.kind == "chat"]
+    named = [text for text in expected if label_of(text, work.labels) is not None]
+    if "accuracy" in work.names and len(named) < len(expected):
+        work.tell(f"{len(expected) - len(named):,} rows expect none of the labels, and are left out of the accuracy")
     if config.few_shot and not work.examples:
         work.tell("no few-shot arm: the run's training data are not at hand (--shots-from FILE)")
     if not work.compared:
@@ -273,12 +284,9 @@ def _loads(work: Work) -> list[tuple[list[str], str]]:
 
 
 def _measures(work: Work) -> list[str]:
-    from .evaluation_work import ANSWER, LOG_PROBS
-    from .metrics import METRICS
+    from .evaluation_figures import measure_of
 
-    answers = any(name in METRICS or name == "judge" for name in work.names)
-    log_probs = any(name not in METRICS and name != "judge" for name in work.names)
-    return [ANSWER] * answers + [LOG_PROBS] * log_probs
+    return list(dict.fromkeys(map(measure_of, work.names)))
 
 
 def _is_missing(work: Work, arms: list[str]) -> bool:
@@ -352,7 +360,7 @@ def conclude(work: Work) -> dict:
     arms = list(work.arms)
     found = figures.figures_of(work.names, work.labels, work.items, arms, work.book)
     problems = _problems(work)
-    if not found or len(problems) == len(work.items):
+    if not found or not _found_any(work):
         raise DataError(f"none of {len(work.items):,} rows can be evaluated. First: {next(iter(problems.values()))}")
     measured = {figure.name: _told(figure, arms, work.compared) for figure in found}
     judged = next((figure for figure in found if figure.name == "judge"), None)
@@ -378,10 +386,11 @@ def conclude(work: Work) -> dict:
     result["required"] = _required(work.goals, result)
     result["notes"] = work.notes + _notes(work, result)
     result["output"] = str(work.folder)
+    told = summary(result)
     result = finite(result)
     write_whole(work.folder / RESULT, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     failed = {"exit_code": 8} if not all(goal["passed"] for goal in result["required"]) else {}
-    return result | failed | {"summary": summary(result)}
+    return result | failed | {"summary": told}
 
 
 def _told(figure, arms: list[str], compared: bool) -> dict:
@@ -393,6 +402,12 @@ def _told(figure, arms: list[str], compared: bool) -> dict:
     if "few_shot" in arms:
         told["difference_few_shot"] = figure.difference("few_shot", "tuned")
     return told
+
+
+def _found_any(work: Work) -> bool:
+    """Whether the tuned model has made anything of any row."""
+    entries = work.book.found.items()
+    return any(arm == "tuned" and not m.startswith("guard") and "error" not in e for (arm, m, _), e in entries)
 
 
 def _problems(work: Work) -> dict[str, str]:

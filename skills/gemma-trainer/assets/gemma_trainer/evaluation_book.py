@@ -14,7 +14,7 @@ SETTINGS, ANSWERS, RESULT = "settings.json", "answers.jsonl", "evaluation.json"
 
 
 def open_folder(config) -> Path:
-    """The folder of an evaluation, made where it is absent; with --overwrite what an older one left in it goes.
+    """The folder of an evaluation, made where it is absent; nothing in it is touched yet.
 
     Raises:
         UsageError: it holds other files, or an evaluation that is neither to be replaced nor gone on with.
@@ -36,14 +36,11 @@ def open_folder(config) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise EnvironmentUnfit(f"--output {folder} cannot be made ({problem.strerror})") from None
-    if held and not config.resume:
-        for name in (RESULT, ANSWERS, SETTINGS):
-            (folder / name).unlink(missing_ok=True)
     return folder
 
 
 def keep_settings(folder: Path, settings: dict) -> None:
-    """Write what decides the answers; of an evaluation that is resumed, refuse any that differs (UsageError)."""
+    """Write what decides the answers; where that is there already, refuse any that differs (UsageError)."""
     settings, path = json.loads(json.dumps(settings)), folder / SETTINGS
     if path.exists():
         try:
@@ -69,14 +66,19 @@ class Book:
 
     Args:
         path: the file, which other processes are kept out of while this one lives.
+        anew: forget what is in it, and remove the settings and the result beside it.
 
     Raises:
         UsageError: another process writes it.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, anew: bool = False):
         self.file = path.open("ab+")
         self._lock(path)
+        if anew:
+            self.file.truncate(0)
+            for name in (RESULT, SETTINGS):
+                path.with_name(name).unlink(missing_ok=True)
         self.found: dict[tuple[str, str, int], dict] = {}
         self.waiting: list[bytes] = []
         self.file.seek(0)
@@ -93,6 +95,7 @@ class Book:
 
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.file.close()
             raise UsageError(f"--output {path.parent} is in use by an evaluation that is not finished") from None
         except (ImportError, OSError):  # Windows; a file system without locks
             pass

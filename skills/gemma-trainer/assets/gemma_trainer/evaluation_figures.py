@@ -11,8 +11,8 @@ import numpy as np
 from . import metrics, significance
 from .answer_checks import Answer
 from .evaluation_book import Book
-from .evaluation_rows import CHAT, CHOICES, PAIR, Item
-from .evaluation_work import ANSWER, BASE, GUARD_ANSWER, GUARD_LOG_PROBS, LOG_PROBS, SCORE, TUNED, wanted_of
+from .evaluation_rows import CHAT, PAIR, Item
+from .evaluation_work import ANSWER, BASE, CHOSEN, KINDS, LOSS, PAIRED, SCORE, TUNED, guarded, wanted_of
 
 FEW = 30  # rows below which a difference that is not shown may well be there
 LEVEL = 0.05  # p below which a difference counts as shown
@@ -61,7 +61,7 @@ def figures_of(
     names: list[str], labels: tuple[str, ...], items: list[Item], arms: list[str], book: Book
 ) -> list[Figure]:
     """The figures of metrics by name (see `NAMES`), without those that no row has."""
-    makers = {"loss": _loss, "perplexity": _loss, "judge": _judge} | dict.fromkeys(SIDES, _sides)
+    makers = {"loss": _loss, "perplexity": _loss, "judge": _judge} | dict.fromkeys(SIDES, _likeliest)
     found = []
     for name in names:
         if name in metrics.METRICS:
@@ -106,7 +106,7 @@ def _answered(name: str, labels: tuple[str, ...], items: list[Item], arms: list[
                 for at, answer in zip(rows, answers, strict=True)
             ]
         )
-    ends = (metric.worst, metric.best) if name not in ("wer", "cer") else None  # which may be more than 1
+    ends = (metric.worst, metric.best)
     return Figure(name, rows, stats, metric.finish, metric.higher_is_better, ends, failed)
 
 
@@ -119,10 +119,10 @@ def confusion(labels: tuple[str, ...], items: list[Item], arm: str, book: Book) 
 # ---- log-probabilities
 
 
-def _log_probs(book: Book, arm: str, at: int, measure: str = LOG_PROBS) -> list[list[float]] | None:
-    """Those of each raw row of an item; None where there are none, or some that are no numbers."""
-    found = book.found.get((arm, measure, at), {}).get("log_probs")
-    return found if found and all(map(math.isfinite, (value for one in found for value in one))) else None
+def _sides(book: Book, arm: str, measure: str, at: int) -> list[tuple[float, int]] | None:
+    """(log-probability, tokens) of each side of an item; None where there are none, or some that are no numbers."""
+    found = book.found.get((arm, measure, at), {}).get("sides")
+    return found if found and all(math.isfinite(log_prob) for log_prob, _ in found) else None
 
 
 def _perplexity(sums: np.ndarray) -> np.ndarray:
@@ -131,48 +131,45 @@ def _perplexity(sums: np.ndarray) -> np.ndarray:
 
 def _loss(name: str, items: list[Item], arms: list[str], book: Book) -> Figure:
     """Mean negative log-likelihood of the trained tokens, over the rows of which all arms have it."""
-    there = [at for at in wanted_of(items, LOG_PROBS) if items[at].kind == CHAT]
-    found = {arm: {at: _log_probs(book, arm, at) for at in there} for arm in arms}
+    there = wanted_of(items, LOSS)
+    found = {arm: {at: _sides(book, arm, LOSS, at) for at in there} for arm in arms}
     rows = [at for at in there if all(found[arm][at] for arm in arms)]
-    stats = {arm: np.array([(-sum(found[arm][at][0]), len(found[arm][at][0])) for at in rows]) for arm in arms}
+    stats = {arm: np.array([(-found[arm][at][0][0], found[arm][at][0][1]) for at in rows]) for arm in arms}
     failed = {arm: sum(not one for one in found[arm].values()) for arm in arms}
     return Figure(name, rows, stats, metrics.ratio if name == "loss" else _perplexity, False, None, failed)
 
 
-def _total(log_probs: list[float]) -> float:
-    return sum(log_probs)
-
-
-def _per_token(log_probs: list[float]) -> float:
-    return sum(log_probs) / max(1, len(log_probs))
-
-
-SIDES = {
-    "choice_accuracy": (CHOICES, _total),
-    "choice_accuracy_per_token": (CHOICES, _per_token),
-    "pair_accuracy": (PAIR, _total),
-    "pair_accuracy_per_token": (PAIR, _per_token),
+SIDES = {  # the measure, and whether its log-probabilities are taken per token
+    "choice_accuracy": (CHOSEN, False),
+    "choice_accuracy_per_token": (CHOSEN, True),
+    "pair_accuracy": (PAIRED, False),
+    "pair_accuracy_per_token": (PAIRED, True),
 }
 NAMES = (*metrics.METRICS, *SIDES, "loss", "perplexity")
 
 
-def _sides(name: str, items: list[Item], arms: list[str], book: Book) -> Figure:
+def measure_of(name: str) -> str:
+    """What a metric needs of the rows."""
+    return SIDES[name][0] if name in SIDES else LOSS if name in ("loss", "perplexity") else ANSWER
+
+
+def _likeliest(name: str, items: list[Item], arms: list[str], book: Book) -> Figure:
     """How often the right one of several answers is the likeliest; of a pair a tie is half."""
-    kind, likelihood = SIDES[name]
-    rows = [at for at, item in enumerate(items) if item.kind == kind]
+    measure, per_token = SIDES[name]
+    rows = [at for at, item in enumerate(items) if item.kind == KINDS[measure]]
     stats, failed = {}, {}
     for arm in arms:
-        found = {at: _log_probs(book, arm, at) for at in rows}
+        found = {at: _sides(book, arm, measure, at) for at in rows}
         failed[arm] = sum(one is None for one in found.values())
-        stats[arm] = np.array([(_right(found[at], items[at], likelihood), 1.0) for at in rows])
+        stats[arm] = np.array([(_is_right(found[at], items[at], per_token), 1.0) for at in rows])
     return Figure(name, rows, stats, metrics.mean, failed=failed)
 
 
-def _right(found: list[list[float]] | None, item: Item, likelihood) -> float:
-    if found is None:
+def _is_right(sides: list[tuple[float, int]] | None, item: Item, per_token: bool) -> float:
+    if sides is None:
         return 0.0
-    values = [likelihood(one) for one in found]
-    right = values.pop(item.right or 0)
+    values = [log_prob / tokens if per_token else log_prob for log_prob, tokens in sides]
+    right = values.pop(item.right)
     return 0.5 if item.kind == PAIR and right == values[0] else float(right > max(values))
 
 
@@ -183,10 +180,14 @@ def _judge(name: str, items: list[Item], arms: list[str], book: Book) -> Figure:
     """The mean score of the answers that all arms have a score of."""
     there = wanted_of(items, ANSWER)
     scores = {arm: {at: book.found.get((arm, SCORE, at), {}).get("score") for at in there} for arm in arms}
-    rows = [at for at in there if all(scores[arm][at] is not None for arm in arms)]
+    rows = [at for at in there if all(_is_number(scores[arm][at]) for arm in arms)]
     stats = {arm: np.array([(scores[arm][at], 1.0) for at in rows]) for arm in arms}
-    failed = {arm: sum(score is None for score in scores[arm].values()) for arm in arms}
+    failed = {arm: sum(not _is_number(score) for score in scores[arm].values()) for arm in arms}
     return Figure(name, rows, stats, metrics.mean, ends=None, failed=failed)
+
+
+def _is_number(score: float | None) -> bool:
+    return score is not None and math.isfinite(score)
 
 
 def win_rate(judged: Figure) -> Figure:
@@ -212,15 +213,15 @@ def drift_of(count: int, book: Book) -> dict[str, Figure]:
     """
     stats: dict[str, list] = {name: [] for name in DRIFT}
     for at in range(count):
-        answers = {arm: book.found[arm, GUARD_ANSWER, at] for arm in (BASE, TUNED)}
-        stats["same"].append((float("text" in answers[BASE] and _text(answers[BASE]) == _text(answers[TUNED])), 1.0))
+        answers, sides = guarded(book, at)
+        same = "text" in answers[BASE] and answers[BASE]["text"] == answers[TUNED].get("text")
+        stats["same"].append((float(same), 1.0))
         stats["broken"].append((_is_broken(answers[TUNED]), 1.0))
         stats["broken_base"].append((_is_broken(answers[BASE]), 1.0))
-        sides = [_log_probs(book, arm, at, GUARD_LOG_PROBS) for arm in (BASE, TUNED)]
-        if all(sides):
+        if all(side and np.isfinite(side).all() for side in sides):
             # The end of an answer that the base did not end is not its own.
-            tokens = len(sides[0][0]) - (not answers[BASE]["stopped"])
-            base, tuned = (np.array(side[0][:tokens]) for side in sides)
+            tokens = len(sides[0]) - (not answers[BASE]["stopped"])
+            base, tuned = (np.array(side[:tokens]) for side in sides)
             stats["kl"].append((_divergence(base, tuned).sum(), tokens))
             stats["log_prob_drop"].append(((base - tuned).sum(), tokens))
     ends = {"kl": None, "log_prob_drop": None}
@@ -229,10 +230,6 @@ def drift_of(count: int, book: Book) -> dict[str, Figure]:
         name: Figure(name, list(range(len(rows))), {TUNED: rows}, metrics.mean, name == "same", ends.get(name, SHARE))
         for name, rows in found.items()
     }
-
-
-def _text(entry: dict) -> str | None:
-    return entry.get("text")
 
 
 def _is_broken(entry: dict) -> float:

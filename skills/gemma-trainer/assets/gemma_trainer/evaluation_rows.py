@@ -34,9 +34,9 @@ class Item:
     Args:
         kind: CHAT, PAIR or CHOICES.
         question: what is asked, with the expected answer, if there is one; of a PAIR None.
-        scored: raw rows whose trained tokens' log-probabilities are taken: the row itself; of a PAIR the chosen one and
-            the rejected one; of CHOICES one for each.
-        right: which of the choices is the right one.
+        scored: raw rows whose trained tokens' log-probabilities are taken: the row itself; of a PAIR the chosen side
+            and the rejected one; of CHOICES the row with the longest of them as its answer.
+        choices, right: the CHOICES, and which is the right one.
         problem: why nothing can be asked of it.
         unasked: why it is not asked, where its loss is taken all the same.
     """
@@ -45,7 +45,8 @@ class Item:
     kind: str
     question: Question | None = None
     scored: tuple[dict, ...] = ()
-    right: int | None = None
+    choices: tuple[str, ...] = ()
+    right: int = 0
     checks: tuple[Check, ...] = ()
     problem: str = ""
     unasked: str = ""
@@ -215,9 +216,9 @@ def _choices(raw: Mapping, name: str) -> Item:
         )
         raise RowError(question.row.name, told, "bad_value")
     asked = question.answered()
-    before = [m | {"train": False} if m["role"] == "assistant" else m for m in asked["messages"][:-1]]
-    scored = (asked | {"messages": [*before, {"role": "assistant", "content": choice}]} for choice in choices)
-    return Item(question.row.name, CHOICES, question, tuple(scored), right)
+    longest = {"role": "assistant", "content": max(choices, key=len)}
+    scored = asked | {"messages": [*asked["messages"][:-1], longest]}
+    return Item(question.row.name, CHOICES, question, (scored,), tuple(choices), right)
 
 
 def _right(wanted, choices: list[str]) -> int | None:

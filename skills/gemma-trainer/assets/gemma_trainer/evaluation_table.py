@@ -7,8 +7,8 @@ from .metrics import confusion_text
 HEADS = {"base": "base", "few_shot": "few-shot", "tuned": "tuned"}
 
 
-def number(value: float) -> str:
-    """Four digits are enough of a figure."""
+def number(value: float | None) -> str:
+    """Three or four digits are enough of a figure."""
     if value is None:
         return "-"
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
@@ -25,7 +25,8 @@ def lines_of(result: dict) -> list[str]:
         line = [name, f"{found['rows']:,}", *(number(found[arm]["value"]) for arm in arms)]
         if compared:
             gap = found["difference"]
-            line += [f"{gap['difference']:+.3f}", _interval(gap), _p(gap["p"]), gap["verdict"]]
+            sign = "+" if gap["difference"] > 0 else ""
+            line += [sign + number(gap["difference"]), _interval(gap), _p(gap["p"]), gap["verdict"]]
         else:
             line.append(_interval(found["tuned"]))
         table.append(line)

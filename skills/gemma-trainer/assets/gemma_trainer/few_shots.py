@@ -69,9 +69,11 @@ def _example(rows, index: int) -> dict | None:
         item = read_item(rows[index], f"row {index}")
     except RowError:
         return None
-    if not item.scored or "messages" not in (raw := item.scored[item.right or 0]):
+    if not item.scored or "messages" not in (raw := item.scored[0]):
         return None
     messages = [message for message in raw["messages"] if message["role"] not in ("system", "developer")]
+    if item.choices:
+        messages[-1] = {"role": "assistant", "content": item.choices[item.right]}
     plain = all(m["role"] == PLAIN[at % 2] and "tool_calls" not in m for at, m in enumerate(messages))
     if not plain or not messages or len(messages) % 2:
         return None
