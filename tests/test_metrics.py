@@ -188,15 +188,16 @@ def test_words_of_scripts_with_and_without_spaces():
 @pytest.mark.parametrize(("expected", "options", "wanted"), [
     (['{"a": 1}', '{"a": 2}', "[1]"], {}, ["json_fields", "json_valid", "normalized", "exact"]),
     (["yes", "no"] * 5, {}, ["accuracy", "macro_f1", "normalized", "exact"]),
-    (["yes", "no"] * 5, {"audio": True}, ["accuracy", "macro_f1", "normalized", "exact"]),
-    (["yes", "no"] * 5, {"checks": True}, ["checks", "accuracy", "macro_f1", "normalized", "exact"]),
+    (["yes", "no"] * 5, {"heard": 0.9}, ["accuracy", "macro_f1", "normalized", "exact"]),
+    (["yes", "no"] * 5, {"checked": 0.9}, ["checks", "accuracy", "macro_f1", "normalized", "exact"]),
+    (["yes", "no"] * 5, {"checked": 0.1}, ["accuracy", "macro_f1", "normalized", "exact", "checks"]),
     (["12", "3.5 kg", "7 %", "So 3 and 4.\n#### 7"], {}, ["numeric", "normalized", "exact"]),
     (["1", "0"] * 9, {}, ["accuracy", "macro_f1", "normalized", "exact"]),
-    (["good morning", "how are you"], {"audio": True}, ["wer", "cer", "normalized", "exact"]),
+    (["good morning", "how are you"], {"heard": 0.9}, ["wer", "cer", "normalized", "exact"]),
     (["Rome", "Paris in France", "Oslo"], {}, ["normalized", "f1", "exact"]),
     (["a long text of more than ten words, as summaries and letters are", "x " * 30], {},
      ["rouge_l", "chrf", "normalized", "exact"]),
-    ([], {"checks": True}, ["checks"]), ([], {}, []),
+    ([], {"checked": 0.1}, ["checks"]), ([], {}, []),
     (["12 May 1990", "3 June 2001"], {}, ["normalized", "f1", "exact"]),
 ])  # fmt: skip
 def test_the_metrics_that_suit_the_expected_answers(expected, options, wanted):

@@ -141,7 +141,8 @@ def _metrics(config, items: list[Item]) -> tuple[list[str], dict[str, str], tupl
     labels = config.labels or metrics.find_labels(expected)
     if config.metrics in ((), ("auto",)):
         heard = sum(any(m.kind == "audio" for m in item.question.row.media) for item in items if item.question)
-        why = metrics.choose(expected, any(item.checks for item in items), heard > len(items) / 2)
+        checked = sum(bool(item.checks) for item in items)
+        why = metrics.choose(expected, checked / len(items), heard / len(items))
         if config.labels:
             why = dict.fromkeys(("accuracy", "macro_f1"), "--labels") | why
         others = [name for name in (*figures.SIDES, "loss", "perplexity") if _measurable(name, labels, items)]

@@ -338,19 +338,20 @@ METRICS = _table()
 # ---- which to take
 
 
-def choose(expected: list[str], checks: bool = False, audio: bool = False) -> dict[str, str]:
+def choose(expected: list[str], checked: float = 0.0, heard: float = 0.0) -> dict[str, str]:
     """The metrics that suit the expected answers, with the reason for each; the first is the one to judge by.
 
     Args:
         expected: the expected answers of the rows that have one.
-        checks: rows bring checks of their own.
-        audio: most rows are asked with audio.
+        checked: the share of the rows that bring checks of their own.
+        heard: the share of the rows that are asked with audio.
     """
-    found = {"checks": "rows bring checks of their own"} if checks else {}
-    if not expected:
-        return found
-    found |= _by_form(expected, audio)
-    return found | {name: "the whole answer" for name in ("normalized", "exact") if name not in found}
+    own = {"checks": "rows bring checks of their own"} if checked else {}
+    found = own if checked > 0.5 else {}
+    if expected:
+        found = found | _by_form(expected, heard > 0.5)
+        found |= {name: "the whole answer" for name in ("normalized", "exact") if name not in found}
+    return found | own
 
 
 def _by_form(expected: list[str], audio: bool) -> dict[str, str]:
