@@ -229,10 +229,10 @@ def _macro_f1(sums: np.ndarray) -> np.ndarray:
 
 def find_labels(expected: list[str]) -> tuple[str, ...]:
     """The labels of a classification, in the order of their names, if the expected answers look like one: 2 to 50
-    different texts of at most five words, each twice or more on average. Else ()."""
+    different texts of at most five words, each three times or more on average. Else ()."""
     found = {_key(text): text.strip() for text in reversed(expected)}  # the first spelling of each
     short = all(0 < len(text) and len(key) <= 5 for key, text in found.items())
-    if not short or not 2 <= len(found) <= min(50, len(expected) // 2):
+    if not short or not 2 <= len(found) <= min(50, len(expected) // 3):
         return ()
     return tuple(sorted(found.values()))
 
