@@ -207,7 +207,8 @@ def test_the_metrics_that_suit_the_expected_answers(expected, options, wanted):
 
 def test_labels_are_few_short_and_repeated():
     assert find_labels(["b", "a", "B.", "A", "a", "a"]) == ("a", "b")
-    for none in (["a", "b", "a", "b", "a"], ["a"] * 9, ["x y z a b c", "b"] * 9, [str(n) for n in range(60)] * 3, ["", "a"] * 5, []):
+    rare, many, long = ["a", "b", "a", "b", "a"], [str(n) for n in range(60)] * 3, ["x y z a b c", "b"] * 9
+    for none in (rare, many, long, ["a"] * 9, ["", "a"] * 5, []):
         assert find_labels(none) == ()
 
 
