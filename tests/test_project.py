@@ -90,7 +90,7 @@ def test_modules_import_only_from_below():
     likelihood data preparation unsloth_backend audit collected extensions recipe audited run_check outcome scoring
     scorer survey verdict fixes splits arms comparison comparison_page reload verification hub machine ledger
     rehearsal forecast heaviest planning evaluation_book evaluation_rows few_shots evaluation_work evaluation_figures
-    evaluation_table evaluation""".split()
+    evaluation_table evaluation evaluation_result""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)
     for name in ladder:

@@ -109,7 +109,9 @@ def main(config: Config) -> dict:
 
     with contextlib.closing(evaluation.begin(config)) as work:
         evaluation.run(work)
-        return evaluation.conclude(work)
+        from gemma_trainer import evaluation_result  # which needs what takes long to import
+
+        return evaluation_result.conclude(work)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The steps of evaluate.py: what is compared on which rows, the arms' work, and what comes of it."""
+"""The steps of evaluate.py: what is compared on which rows, and the arms' work."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,13 +11,12 @@ from . import sources
 from .cli import as_error, note
 from .demo import SAMPLES
 from .errors import CannotLoad, DataError, Interrupted, OutOfMemory, UsageError
-from .evaluation_book import ANSWERS, RESULT, Book, keep_settings, open_folder
+from .evaluation_book import ANSWERS, Book, keep_settings, open_folder
 from .evaluation_rows import Item, Rows, open_heldout, open_training, run_of
-from .files import finite, user_path, write_whole
+from .files import user_path
 from .generation import Question
 from .goals import Goal
 
-SHOWN = 5  # rows that are told by name
 GUARD = SAMPLES / "general.jsonl"
 LESS_MEMORY = "out of memory: lower --batch-size, then --max-len; or load in 4 bits with --quantize 4bit"
 
@@ -185,23 +183,13 @@ def _guard_questions(config, compared: bool) -> list[Question]:
 
 
 def _check_goals(goals: list[Goal], names: list[str], arms: dict, config) -> None:
-    known = known_figures(names, list(arms), bool(config.judge), config.guard != "off")
+    from . import evaluation_figures as figures
+
+    known = figures.known_figures(names, list(arms), bool(config.judge), config.guard != "off")
     for goal in goals:
         if goal.metric not in known:
             told = ", ".join(name for name in known if not name.endswith((".low", ".high")))
             raise UsageError(f"--require {goal.metric}: unknown; known: {told}; each also with .low and .high")
-
-
-def known_figures(names: list[str], arms: list[str], judged: bool, guarded: bool) -> list[str]:
-    """What --require may name."""
-    from .evaluation_figures import DRIFT
-
-    compared = "base" in arms
-    sides = ["", *(f"{arm}/" for arm in arms if arm != "tuned"), *(["gain/"] if compared else [])]
-    known = [side + name for name in names for side in sides]
-    known += [f"drift/{name}" for name in DRIFT] if compared and guarded else []
-    known += ["judge/win_rate"] if compared and judged else []
-    return [name + end for name in known for end in ("", ".low", ".high")]
 
 
 def _keep_settings(work: Work) -> None:
@@ -341,133 +329,3 @@ def _judge(work: Work) -> None:
     model, collator = scorer.load(dataclasses.replace(work.config, model=work.config.judge))
     for arm in left:
         evaluation_work.judge(model, collator, work.items, arm, work.book, work.config)
-
-
-# ---- what comes of it
-
-
-def conclude(work: Work) -> dict:
-    """The figures, the verdict, and whether --require is met, written into the folder.
-
-    Returns:
-        the result, with a "summary" for people.
-
-    Raises:
-        DataError: nothing could be found of any row.
-    """
-    from . import evaluation_figures as figures
-    from .evaluation_table import summary
-
-    arms = list(work.arms)
-    found = figures.figures_of(work.names, work.labels, work.items, arms, work.book)
-    problems = _problems(work)
-    if not found or not _found_any(work):
-        raise DataError(f"none of {len(work.items):,} rows can be evaluated. First: {next(iter(problems.values()))}")
-    measured = {figure.name: _told(figure, arms, work.compared) for figure in found}
-    judged = next((figure for figure in found if figure.name == "judge"), None)
-    drift = figures.drift_of(len(work.guard), work.book) if work.guard else {}
-    primary = found[0].name
-    result = {
-        "status": "done",
-        "demo": work.rows.demo,
-        "verdict": measured[primary]["difference"]["verdict"] if work.compared else None,
-        "primary": primary,
-        "arms": work.arms,
-        "rows": len(work.items),
-        "failed_rows": len(problems),
-        "problems": [f"{name}: {reason}" for name, reason in list(problems.items())[:SHOWN]],
-        "metrics": measured,
-        "drift": {name: figure.of("tuned") | {"prompts": len(figure.rows)} for name, figure in drift.items()},
-        "judge": {"win_rate": figures.win_rate(judged).of("tuned")} if judged and work.compared else None,
-        "confusion": None,
-        "worse": _worse(work, found[0]) if work.compared else None,
-    }
-    if "accuracy" in measured:
-        result["confusion"] = figures.confusion(work.labels, work.items, "tuned", work.book)
-    result["required"] = _required(work.goals, result)
-    result["notes"] = work.notes + _notes(work, result)
-    result["output"] = str(work.folder)
-    told = summary(result)
-    result = finite(result)
-    write_whole(work.folder / RESULT, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    failed = {"exit_code": 8} if not all(goal["passed"] for goal in result["required"]) else {}
-    return result | failed | {"summary": told}
-
-
-def _told(figure, arms: list[str], compared: bool) -> dict:
-    """A metric's line of the result."""
-    told = {"rows": len(figure.rows), "failed": figure.failed, "higher_is_better": figure.higher_is_better}
-    told |= {arm: figure.of(arm) for arm in arms}
-    if compared:
-        told["difference"] = figure.difference("base", "tuned")
-    if "few_shot" in arms:
-        told["difference_few_shot"] = figure.difference("few_shot", "tuned")
-    return told
-
-
-def _found_any(work: Work) -> bool:
-    """Whether the tuned model has made anything of any row."""
-    entries = work.book.found.items()
-    return any(arm == "tuned" and not m.startswith("guard") and "error" not in e for (arm, m, _), e in entries)
-
-
-def _problems(work: Work) -> dict[str, str]:
-    """{row: why} of the rows of which something could not be found in some arm."""
-    found = {item.name: item.problem for item in work.items if item.problem}
-    for (_, measure, at), entry in work.book.found.items():
-        if "error" in entry and not measure.startswith("guard"):
-            found.setdefault(work.items[at].name, entry["error"])
-    return found
-
-
-def _worse(work: Work, figure) -> dict:
-    """How many rows the tuned model does worse on than the base, and the first of them."""
-    base, tuned = figure.each("base"), figure.each("tuned")
-    worse = (tuned < base) if figure.higher_is_better else (tuned > base)
-    names = [work.items[at].name for at, is_worse in zip(figure.rows, worse, strict=True) if is_worse]
-    return {"rows": len(names), "first": names[:SHOWN]}
-
-
-def _values(result: dict) -> dict[str, float]:
-    """The figures that --require may name, as far as they were found."""
-    values: dict[str, float] = {}
-
-    def add(name: str, value: float, low: float, high: float) -> None:
-        values.update({name: value, f"{name}.low": low, f"{name}.high": high})
-
-    for name, told in result["metrics"].items():
-        for arm in result["arms"]:
-            add(name if arm == "tuned" else f"{arm}/{name}", *(told[arm][key] for key in ("value", "low", "high")))
-        if gap := told.get("difference"):
-            bounds = (gap["difference"], gap["low"], gap["high"])
-            if not told["higher_is_better"]:  # a gain is always for the better
-                bounds = (-gap["difference"], -gap["high"], -gap["low"])
-            add(f"gain/{name}", *bounds)
-    for name, told in result["drift"].items():
-        add(f"drift/{name}", told["value"], told["low"], told["high"])
-    if result["judge"]:
-        add("judge/win_rate", *(result["judge"]["win_rate"][key] for key in ("value", "low", "high")))
-    return values
-
-
-def _required(goals: list[Goal], result: dict) -> list[dict]:
-    """Each goal with its figure; one whose figure could not be found is not met."""
-    values = _values(result)
-    found = [(goal, values.get(goal.metric)) for goal in goals]
-    return [
-        {"goal": str(goal), "value": value, "passed": value is not None and goal.met(value)} for goal, value in found
-    ]
-
-
-def _notes(work: Work, result: dict) -> list[str]:
-    from .evaluation_figures import BETTER, FEW
-
-    told, first = [], result["metrics"][result["primary"]]
-    if first["rows"] < FEW:
-        told.append(f"{first['rows']} rows are too few to tell small differences: take 100 or more")
-    counts = [entry["shots"] for entry in work.book.found.values() if "shots" in entry]
-    if short := sum(count < work.config.few_shot for count in counts):
-        told.append(f"few-shot: fewer than {work.config.few_shot} examples before {short:,} of {len(counts):,} prompts")
-    if "few_shot" in work.arms and work.compared and first["difference_few_shot"]["verdict"] != BETTER:
-        told.append(f"tuned is not shown to be better than the base with examples ({result['primary']})")
-    return told

@@ -241,3 +241,16 @@ def _divergence(base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
     p, q = (np.clip(np.exp(one), 1e-9, 1 - 1e-9) for one in (base, tuned))
     tuned = np.maximum(tuned, -700.0)
     return np.maximum(p * (np.log(p) - np.minimum(tuned, np.log(q))) + (1 - p) * (np.log1p(-p) - np.log1p(-q)), 0.0)
+
+
+# ---- names
+
+
+def known_figures(names: list[str], arms: list[str], judged: bool, guarded: bool) -> list[str]:
+    """What --require may name."""
+    compared = "base" in arms
+    sides = ["", *(f"{arm}/" for arm in arms if arm != "tuned"), *(["gain/"] if compared else [])]
+    known = [side + name for name in names for side in sides]
+    known += [f"drift/{name}" for name in DRIFT] if compared and guarded else []
+    known += ["judge/win_rate"] if compared and judged else []
+    return [name + end for name in known for end in ("", ".low", ".high")]
