@@ -167,16 +167,13 @@ def _measure(policy: Policy, collator: MultimodalCollator, raws: list) -> list:
 
 def _log_probs(inner, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The log-probability [N] of each target after its hidden state [N, H]."""
-    head, softcap = (
-        inner.get_output_embeddings(),
-        getattr(inner.config.get_text_config(), "final_logit_softcapping", None),
-    )
-    found = []
+    head, found = inner.get_output_embeddings(), []  # called as a module, so that an adapter of it counts
+    softcap = getattr(inner.config.get_text_config(), "final_logit_softcapping", None)
     for states_part, wanted in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
         logits = head(states_part).float()
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
-        found.append(logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1))
+        found.append(logits.gather(-1, wanted[:, None].to(logits.device))[:, 0] - logits.logsumexp(-1))
     return torch.cat(found)
 
 

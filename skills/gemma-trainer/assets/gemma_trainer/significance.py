@@ -20,7 +20,7 @@ Finish = Callable[[np.ndarray], np.ndarray]
 def interval(
     stats, finish: Finish, level: float = 0.95, resamples: int = 2000, seed: int = 0, ends=(0.0, 1.0)
 ) -> tuple[float, float]:
-    """The interval in which the figure of all such rows lies with the probability `level`.
+    """An interval around the figure of these rows, such that `level` of the intervals of so many rows hold that of all.
 
     It comes from resampled rows: the BCa bootstrap (Efron, 1987), wider for few rows as in Hesterberg, "What Teachers
     Should Know About the Bootstrap" (2015). Where rows are right or wrong it is Wilson's; so is it, of as many rows of
