@@ -42,6 +42,11 @@ COMMANDS = {
     "inspect_run.py": (["--help"], [], ["absent"]),
     "doctor.py": (["--help"], ["--no-such-flag"], ["--config", "absent.json"]),
     "verify.py": (["--help"], ["--no-such-flag"], ["--against", "hf", "--dataset", "absent.jsonl"]),
+    "distill_dataset.py": (
+        ["answers", "--help"],
+        ["instruct", "--no-such-flag"],
+        ["answers", "absent.jsonl", "--teacher", "demo"],
+    ),
     "dataset_prep.py": (["check", "--help"], ["split", "--no-such-flag"], ["check", "absent.jsonl"]),
 }
 
@@ -87,7 +92,8 @@ def test_modules_import_only_from_below():
     arguments callbacks trainers first_batch preference_trainers previews watching page report dataset_report
     findings duplicates inspection checks tokens tally ray_scan examples packages backends runs model_card
     metadata inference data preparation unsloth_backend audit collected extensions recipe audited run_check outcome
-    scoring scorer survey verdict fixes splits arms comparison comparison_page reload verification hub machine
+    scoring scorer json_answers replies asked overlaps pacing chat_apis refusals server teachers journal answer_filters
+    judging self_instruct distilled distill_inputs distilling survey verdict fixes splits arms comparison comparison_page reload verification hub machine
     ledger rehearsal forecast heaviest planning""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)
