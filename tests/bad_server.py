@@ -1,7 +1,7 @@
 """A server of a model on loopback that misbehaves as it is told: OpenAI's chat completions and Ollama's /api/chat.
 
-`BadServer(answer)` answers each request by `answer(request)`, which gets a `Heard` and returns a text, a `Say`, or one of
-the misdeeds below. What it heard stands in `heard`, in order.
+`BadServer(answer)` answers each request by `answer(request)`, which gets a `Heard` and returns a text or a `Say`, which
+may be a misdeed. What it heard stands in `heard`, in order.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class BadServer:
         self.open = self.most_open = 0
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"owner": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self.server.daemon_threads = True
+        server = type("Server", (ThreadingHTTPServer,), {"daemon_threads": True, "request_queue_size": 128})
+        self.server = server(("127.0.0.1", port), handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def __enter__(self):
@@ -149,6 +149,9 @@ def distill(capsys, *arguments) -> tuple[int, dict, str]:
     from gemma_trainer import cli
 
     capsys.readouterr()
-    code = cli.run_commands(script.COMMANDS, script.__doc__, script.EXAMPLES, [*map(str, arguments), "--json"])
+    code = cli.run_commands(
+        script.COMMANDS, script.__doc__, script.EXAMPLES, [*map(str, arguments), "--json", "--debug"]
+    )
     told = capsys.readouterr()
+    assert code != 1, told.err
     return code, json.loads(told.out), told.err

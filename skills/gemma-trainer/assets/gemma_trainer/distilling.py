@@ -62,8 +62,8 @@ def answers(config) -> dict:
     prompts = sift(work, harvest, read_prompts(work, config.prompts, harvest))
     if config.dry_run:
         return forecast(work, prompts, harvest)
-    open_journal(work, {"command": "answers"})
-    return finish(work, prompts, harvest)
+    with open_journal(work, {"command": "answers"}):
+        return finish(work, prompts, harvest)
 
 
 def instruct(config) -> dict:
@@ -78,16 +78,23 @@ def instruct(config) -> dict:
         first = idea_request(topics[0], 0, [], seeds, config.seed, config.max_new_tokens)
         return forecast(work, [], harvest, first)
     told = hashed(json.dumps([topics, [asked.key for asked in seeds]]))
-    open_journal(work, {"command": "instruct", "topics": told})
-    prompts, left_out = write_instructions(
-        topics, config.count, seeds, lambda asked: ask(work, work.teacher, asked, "instructions", failed_again=False),
-        config.seed, against, held, not config.keep_similar, config.max_new_tokens,
-    )  # fmt: skip
-    if len(prompts) < config.count and not work.budget.ended:
-        note(f"{len(prompts):,} instructions instead of {config.count:,}: more of what comes is like what is there.")
-    if not prompts:
-        raise DataError(f"{work.teacher.model} wrote no instruction that can be read ({dict(left_out)})")
-    return finish(work, prompts, harvest, {"instructions_left_out": dict(left_out)})
+    with open_journal(work, {"command": "instruct", "topics": told}):
+        prompts, left_out = write_instructions(
+            topics,
+            config.count,
+            seeds,
+            lambda asked: ask(work, work.teacher, asked, "instructions", failed_again=False),
+            config.seed,
+            against,
+            held,
+            not config.keep_similar,
+            config.max_new_tokens,
+        )
+        if not prompts:
+            raise DataError(f"{work.teacher.model} wrote no instruction that can be used ({dict(left_out)})")
+        if len(prompts) < config.count and not work.budget.ended:
+            note(f"{len(prompts):,} instructions instead of {config.count:,}: what else comes is like what is there.")
+        return finish(work, prompts, harvest, {"instructions_left_out": dict(left_out)})
 
 
 # ---- before anything is asked
@@ -196,7 +203,7 @@ def forecast(work: Work, prompts: list[Asked], harvest: Harvest, first: Request 
 # ---- asking
 
 
-def open_journal(work: Work, more: dict) -> None:
+def open_journal(work: Work, more: dict) -> Journal:
     """Open the journal of answers, once it is known who answers."""
     config, teacher = work.config, work.teacher
     if config.resume and teacher.model is None:
@@ -208,6 +215,7 @@ def open_journal(work: Work, more: dict) -> None:
                        "max_new_tokens": config.max_new_tokens, "thinking": config.thinking,
                        "json_schema": schema}  # fmt: skip
     work.journal = Journal(work.path, settings, config.resume, config.overwrite)
+    return work.journal
 
 
 def ask(work: Work, teacher, requests: list[Request], what: str, failed_again: bool = True) -> list:
@@ -241,13 +249,12 @@ def _kept(journal: Journal) -> str:
 
 def finish(work: Work, prompts: list[Asked], harvest: Harvest, more: dict | None = None) -> dict:
     """Ask for the answers, judge them, and write the rows."""
-    config, journal = work.config, work.journal
+    config = work.config
     requests = requests_of(work, prompts)
     found = ask(work, work.teacher, requests, "answers")
     answered = _weighed(work, prompts, found, harvest)
     if config.judge:
         _judge(work, answered)
-    journal.close()
     rejected_file = write_rows(config, harvest, answered, bool(config.judge))
     result = _result(work, prompts, requests, found, harvest) | (more or {})
     result["rejected_file"] = str(rejected_file) if rejected_file else None

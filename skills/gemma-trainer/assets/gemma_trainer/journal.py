@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -22,8 +23,8 @@ SYNC_EVERY = 1.0  # seconds: what a loss of power may take; a killed process los
 class Journal:
     """Answers by the keys of their requests. Line by line: the settings first, then one answer or failure each.
 
-    `replies` and `failures` hold what is there; a failure is gone once its request was answered. A line that was broken
-    off by the end of a process is not there.
+    A context, which keeps others out. `replies` and `failures` hold what is there; a failure is gone once its request
+    was answered. A line that was broken off by the end of a process is not there.
 
     Args:
         settings: what the answers depend on; a journal of other settings is refused.
@@ -38,13 +39,16 @@ class Journal:
         with writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._lock()
-        if resume:
-            self._read(settings)
-        if not resume or not os.fstat(self._file).st_size:
-            os.ftruncate(self._file, 0)
-            self.replies, self.failures = {}, {}
-            self._write({"settings": settings})
+        try:
+            self._lock()
+            if resume:
+                self._read(settings)
+            if not resume or not os.fstat(self._file).st_size:
+                os.ftruncate(self._file, 0)
+                self._write({"settings": settings})
+        except BaseException:
+            os.close(self._file)
+            raise
 
     def _lock(self) -> None:
         if fcntl is None:
@@ -52,7 +56,6 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._file)
             raise UsageError(f"{self.path} is in use by a run that is not finished") from None
         except OSError:  # a file system without locks
             pass
@@ -78,7 +81,7 @@ class Journal:
                 self.replies[record["key"]] = Reply.of(record)
                 self.failures.pop(record["key"], None)
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UsageError(f"{self.path}:{number + 1} is damaged: --overwrite throws the file away") from None
+            raise damaged(self.path, number + 1) from None
 
     def add(self, key: str, result: Reply | Failure) -> None:
         """Write down what became of a request."""
@@ -104,9 +107,17 @@ class Journal:
             os.fsync(self._file)
             self._synced = time.monotonic()
 
-    def close(self) -> None:
-        os.fsync(self._file)
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *problem) -> None:
+        with contextlib.suppress(OSError):
+            os.fsync(self._file)
         os.close(self._file)
+
+
+def damaged(path: Path, line: int) -> UsageError:
+    return UsageError(f"{path}:{line} is no line of a journal: mend it, or throw the file away with --overwrite")
 
 
 def must_be_free(path: Path, resume: bool, overwrite: bool) -> None:
@@ -116,13 +127,15 @@ def must_be_free(path: Path, resume: bool, overwrite: bool) -> None:
 
 
 def settings_of(path: Path) -> dict:
-    """The settings that a journal was begun with; empty where there is none."""
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.readline())["settings"]
-            return found if isinstance(found, dict) else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    """The settings that a journal was begun with; empty where there is none, or no whole line yet."""
+    if not path.is_file():
         return {}
+    with path.open("rb") as file:
+        line = file.readline()
+    try:
+        return dict(json.loads(line)["settings"]) if line.endswith(b"\n") else {}
+    except (ValueError, KeyError, TypeError):
+        raise damaged(path, 1) from None
 
 
 def check_settings(path: Path, before: dict, now: dict) -> None:

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from . import metadata
 from .asked import Asked, hashed
-from .replies import Reply, Request
+from .replies import Request
 from .rows import Row
 from .slots import blocks_of
 
@@ -38,12 +39,13 @@ def reward_scores(config, rows: Iterable[dict]) -> Iterator[float | None]:
     from .scorer import load
     from .scoring import score_rows
 
-    model, collator = load(replace(config, model=config.judge))
+    names = ("max_len", "precision", "media_root", "allow_remote_media")
+    model, collator = load(SimpleNamespace(model=config.judge, **{name: getattr(config, name) for name in names}))
     for line in score_rows(model, collator, rows, config.batch_size):
         yield line.get("score")
 
 
-def judge_request(asked: Asked, reply: Reply, text: str, rubric: str, judge: str, max_tokens: int) -> Request:
+def judge_request(asked: Asked, text: str, rubric: str, judge: str, max_tokens: int) -> Request:
     """The question to a judge about one answer; its key depends on the answer, the rubric and the judge."""
     key = hashed("\x1e".join([asked.key, text, rubric, judge]))
     return Request(f"judge-{key}", judged_row(asked, text, rubric), 0.0, 0, max_tokens)

@@ -51,7 +51,7 @@ def find_overlaps(
         held: rows that it will be evaluated on: here a shared run of 13 words, or a shared medium, is enough.
         near: whether prompts that are nearly the same as others count, by their 8-byte windows (see `duplicates.py`).
     """
-    found = _same(prompts, against, held) | _leaks(prompts, held)
+    found = _leaks(prompts, held) | _same(prompts, against, held)
     for position, overlap in _near(prompts, against, held, found).items() if near or held else ():
         if near or overlap.code == "near_eval_data":
             found.setdefault(position, overlap)
@@ -109,7 +109,8 @@ def _leaks(prompts: list[Asked], held: list[Asked]) -> dict[int, Overlap]:
 def grams(text: str) -> list[int]:
     """Hashes of a text's runs of 13 words, without case and punctuation; none of a shorter text."""
     words = normalize(text).split()
-    return [xxhash.xxh3_64_intdigest(" ".join(words[at : at + GRAM])) for at in range(len(words) - GRAM + 1)]
+    runs = (" ".join(words[at : at + GRAM]) for at in range(len(words) - GRAM + 1))
+    return [xxhash.xxh3_64_intdigest(run.encode("utf-8", "replace")) for run in runs]
 
 
 # ---- what is nearly the same
