@@ -1,12 +1,9 @@
 """distill_dataset.py with models in this process: the teacher, the judge, and the way round from rows to a student."""
 
-import base64
-import json
-
+import pytest
 from bad_server import BadServer, distill
 from test_distill import read, user, write
 
-from conftest import SAMPLES
 from gemma_trainer import generation
 
 
@@ -59,30 +56,33 @@ def test_a_model_here_answers_text_pictures_and_clips_and_goes_on_where_it_was(
     assert code == 0 and asked[0] == 6 and output.read_bytes() == first
 
 
-def test_a_reward_model_judges(tmp_path, capsys, preference_runs):
-    _, _, folder = preference_runs["reward"]
-    rows = [json.loads(line) for line in (SAMPLES / "preferences-heldout.jsonl").read_text().splitlines()]
-    shown = {}  # the picture as it is sent: right and wrong answer
-    for row in rows:
-        if isinstance(row.get("prompt"), list) and row["prompt"][0]["content"][0]["type"] == "image":
-            picture = SAMPLES / row["prompt"][0]["content"][0]["image"]
-            row["prompt"][0]["content"][0]["image"] = str(picture)
-            shown.setdefault(base64.b64encode(picture.read_bytes()).decode(), row)
-    path = write(tmp_path / "p.jsonl", *shown.values())
+def test_a_reward_model_judges(tmp_path, capsys, model_folder, processor):
+    from gemma_trainer import models, precision
+    from gemma_trainer.collator import MultimodalCollator
+    from gemma_trainer.reward_model import Gemma4ForSequenceClassification
+    from gemma_trainer.scoring import score_rows
 
-    def answer(heard):
-        sent = heard.body["messages"][0]["content"][0]["image_url"]["url"].split(",")[1]
-        return shown[sent]["chosen" if heard.body["seed"] == 1 else "rejected"]
-
-    with BadServer(answer) as bad:
-        arguments = ("answers", path, "--teacher", bad.url, "--samples", 2, "--judge", folder)
+    folder = tmp_path / "reward"
+    scorer = Gemma4ForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    scorer.config.pad_token_id = processor.tokenizer.pad_token_id
+    scorer.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    path = write(tmp_path / "p.jsonl", {"prompt": "Name a fruit."}, {"prompt": "What is the colour of the sky?"})
+    words = ["pear", "a blue one", "I do not know that", "seven"]
+    with BadServer(lambda heard: words[heard.body["seed"]]) as bad:
+        arguments = ("answers", path, "--teacher", bad.url, "--samples", 4, "--judge", folder, "--precision", "fp32")
         code, result, told = distill(capsys, *arguments, "--output", tmp_path / "pairs.jsonl", "--pairs")
-    assert code == 0, told
-    pairs = read(tmp_path / "pairs.jsonl")
-    right = {row["prompt"][0]["content"][0]["image"]: row["chosen"] for row in shown.values()}
-    liked = [right[pair["prompt"][0]["content"][0]["image"]] == pair["chosen"][0]["content"] for pair in pairs]
-    assert len(liked) == len(shown) >= 5 and sum(liked) >= 0.8 * len(liked)
-    assert all(pair["margin"] > 0 for pair in pairs) and result["judge"]["model"] == str(folder)
+        assert code == 0, told
+        code, result, _ = distill(capsys, *arguments, "--output", tmp_path / "rows.jsonl")
+    assert result["dropped"] == {} and result["requests"]["other"] == 0
+    scorer, own = models.load_scorer(str(folder), precision.choose("fp32"))
+    collator = MultimodalCollator(own, 2048, on_bad_media="skip")
+    for pair, row in zip(read(tmp_path / "pairs.jsonl"), read(tmp_path / "rows.jsonl"), strict=True):
+        rows = [{"prompt": pair["prompt"], "completion": text} for text in words]
+        scores = [line["score"] for line in score_rows(scorer, collator, rows, 4)]
+        assert pair["chosen"] == words[scores.index(max(scores))] == row["messages"][1]["content"]
+        assert pair["rejected"] == words[scores.index(min(scores))]
+        assert pair["margin"] == pytest.approx(max(scores) - min(scores), abs=1e-4)
 
 
 def test_rows_of_a_teacher_train_a_student_that_teaches_in_turn(tmp_path, capsys, script):
@@ -92,8 +92,8 @@ def test_rows_of_a_teacher_train_a_student_that_teaches_in_turn(tmp_path, capsys
         arguments = ("answers", path, "--teacher", bad.url, "--output", tmp_path / "rows.jsonl", "--keep-similar")
         assert distill(capsys, *arguments)[0] == 0
     run = tmp_path / "run"
-    trained = script("sft_train.py", "--model", "demo", "--dataset", tmp_path / "rows.jsonl", "--output", run, "--lr", "2e-2",
-                     "--max-steps", 40, "--batch-size", 4, "--grad-accum", 1, "--json")  # fmt: skip
+    flags = ("--lr", "2e-2", "--max-steps", 40, "--batch-size", 4, "--grad-accum", 1, "--json")
+    trained = script("sft_train.py", "--model", "demo", "--dataset", tmp_path / "rows.jsonl", "--output", run, *flags)
     assert trained.returncode == 0, trained.stderr[-2000:]
     arguments = ("answers", path, "--teacher", run, "--output", tmp_path / "again.jsonl", "--keep-similar")
     code, result, told = distill(capsys, *arguments, "--max-new-tokens", 8)

@@ -31,6 +31,7 @@
 #     "trl>=1.14.2,!=1.15.*,<2",
 #     "xxhash>=3.5",
 # ]
+# ///
 """Make training data from a stronger model's answers: to prompts of yours, or to new ones that it writes on topics."""
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -21,16 +22,16 @@ LOWEST, HIGHEST = 1.0, 10.0
 
 
 def is_reward_model(name: str) -> bool:
-    """Whether a name is the folder of a run of reward_train.py."""
+    """Whether a name is the folder of a reward model: a run of reward_train.py, an adapter, or a whole one."""
     folder = Path(name)
     if not folder.is_dir():
         return False
     if (metadata.read(folder) or {}).get("task") == "reward":
         return True
-    if (folder / "adapter_config.json").is_file():
-        from . import models
-
-        return "SEQ_CLS" in str(models.adapter_config(name).task_type)
+    for file, sign in (("adapter_config.json", "SEQ_CLS"), ("config.json", "ForSequenceClassification")):
+        with contextlib.suppress(OSError):
+            if sign in (folder / file).read_text(encoding="utf-8", errors="replace"):
+                return True
     return False
 
 
