@@ -154,6 +154,13 @@ def test_a_server_that_is_gone_ends_the_run_and_what_came_is_kept(tmp_path, caps
     assert code == 0 and result["rows"] == 20 and len(bad.heard) - answer_again == 15
 
 
+def test_a_few_prompts_suffice_to_tell_that_a_server_is_gone(tmp_path, capsys):
+    with BadServer(lambda heard: Say(status=502, raw=b"<html>")) as bad:
+        arguments = ("--teacher", bad.url, "--output", tmp_path / "rows.jsonl", "--retries", 1)
+        code, result, _ = distill(capsys, "answers", prompts(tmp_path, *words(3)), *arguments)
+    assert code == 5 and "answered none of 3 requests: HTTP 502" in result["error"]["message"]
+
+
 def test_a_server_that_is_not_up_yet_is_waited_for_and_none_is_told(tmp_path, capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -233,6 +240,9 @@ def test_a_budget_is_kept_and_told(tmp_path, capsys):
         assert code == 0 and result["stopped_by"] == "max_cost" and result["status"] == "stopped"
         assert 0 < result["cost"] <= 0.2 and result["cost"] == pytest.approx(len(bad.heard) * 18 * 1000 / 1e6)
         assert result["requests"]["not_asked"] == 10 - result["rows"] > 0
+        rows = result["rows"]
+        code, result, _ = distill(capsys, *arguments, "--resume", "--max-cost", 0.2)  # what was spent before counts
+        assert result["rows"] == rows == len(bad.heard)
         code, result, _ = distill(capsys, *arguments, "--resume", "--max-cost", 5)
         assert code == 0 and result["rows"] == 10 == len(bad.heard) and result["stopped_by"] is None
         code, result, _ = distill(capsys, "answers", path, "--teacher", bad.url, "--output", output, "--max-cost", 1)

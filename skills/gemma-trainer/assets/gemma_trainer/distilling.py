@@ -24,7 +24,6 @@ from .pacing import Budget, estimate_tokens
 from .replies import Failure, Reply, Request
 from .scan import Progress
 from .self_instruct import A_REQUEST, idea_request, write_instructions
-from .server import counted
 from .targets import messages_row
 from .teachers import make_teacher
 from .writing import check_output, refuse_inputs
@@ -83,7 +82,7 @@ def instruct(config) -> dict:
             topics,
             config.count,
             seeds,
-            lambda asked: ask(work, work.teacher, asked, "instructions", failed_again=False),
+            lambda asked: ask(work, work.teacher, asked, "instructions"),
             config.seed,
             against,
             held,
@@ -110,11 +109,12 @@ def begin(config, inputs: Sequence[str]) -> Work:
         refuse_inputs([name for name in inputs if not name.lower().endswith(".txt")], output)
         must_be_free(path, config.resume, config.overwrite)
     budget = Budget(config.price_in or 0.0, config.price_out or 0.0, config.max_cost, config.max_minutes)
-    judge = None
-    if config.judge and not is_reward_model(config.judge):
-        judge = make_teacher(config.judge, config.judge_model, config, budget)
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
-    teacher = make_teacher(config.teacher, config.teacher_model, config, budget)
+    teacher, judge = make_teacher(config.teacher, config.teacher_model, config, budget), None
+    if (config.judge, config.judge_model) == (config.teacher, config.teacher_model):
+        judge = teacher
+    elif config.judge and not is_reward_model(config.judge):
+        judge = make_teacher(config.judge, config.judge_model, config, budget)
     return Work(config, read_rules(config), budget, teacher, judge, access, path, started=time.monotonic())
 
 
@@ -215,21 +215,21 @@ def open_journal(work: Work, more: dict) -> Journal:
                        "max_new_tokens": config.max_new_tokens, "thinking": config.thinking,
                        "json_schema": schema}  # fmt: skip
     work.journal = Journal(work.path, settings, config.resume, config.overwrite)
+    work.budget.spent = work.budget.cost_of(work.journal.replies.values())
     return work.journal
 
 
-def ask(work: Work, teacher, requests: list[Request], what: str, failed_again: bool = True) -> list:
-    """Ask what the journal has no answer to.
-
-    Args:
-        failed_again: ask again what failed in an earlier run.
+def ask(work: Work, teacher, requests: list[Request], what: str) -> list:
+    """Ask what the journal has no answer to; what failed in an earlier run is asked again.
 
     Returns:
         A Reply or Failure for each request; None for one that was not made, since the run ends early.
+
+    Raises:
+        CannotLoad, Interrupted: as the teacher does; and where it has answered nothing at all.
     """
     journal = work.journal
-    known = journal.replies if failed_again else journal.replies | journal.failures
-    missing = [request for request in requests if request.key not in known]
+    missing = [request for request in requests if request.key not in journal.replies]
     try:
         if missing:
             teacher.open()
@@ -240,6 +240,9 @@ def ask(work: Work, teacher, requests: list[Request], what: str, failed_again: b
         raise Interrupted(f"{'interrupted' if code == 130 else 'terminated'}: {_kept(journal)}", code) from None
     except CannotLoad as problem:
         raise CannotLoad(f"{problem}; {_kept(journal)}" if journal.replies else str(problem)) from None
+    failures = [journal.failures[request.key] for request in missing if request.key in journal.failures]
+    if not journal.replies and failures and not failures[-1].own:
+        raise CannotLoad(f"{teacher.name} has answered none of {len(failures):,} requests: {failures[-1].reason}")
     return [journal.replies.get(request.key) or journal.failures.get(request.key) for request in requests]
 
 
@@ -256,7 +259,7 @@ def finish(work: Work, prompts: list[Asked], harvest: Harvest, more: dict | None
     if config.judge:
         _judge(work, answered)
     rejected_file = write_rows(config, harvest, answered, bool(config.judge))
-    result = _result(work, prompts, requests, found, harvest) | (more or {})
+    result = _result(work, prompts, found, harvest) | (more or {})
     result["rejected_file"] = str(rejected_file) if rejected_file else None
     result["record"] = str(write_record(config, result, _settings(work)))
     return result | {"summary": summary(result)}
@@ -309,14 +312,13 @@ def _settings(work: Work) -> dict:
     return {name: getattr(work.config, name) for name in names.split()} | {"temperature": work.temperature}
 
 
-def _result(work: Work, prompts, requests, found, harvest: Harvest) -> dict:
+def _result(work: Work, prompts, found, harvest: Harvest) -> dict:
     config, tally, journal = work.config, harvest.tally, work.journal
-    replies = [(request, one) for request, one in zip(requests, found, strict=True) if isinstance(one, Reply)]
-    tokens = [counted(request, reply) for request, reply in replies]
-    estimated = sum(reply.tokens_in is None or reply.tokens_out is None for _, reply in replies)
-    others = [reply for key, reply in journal.replies.items() if key.startswith(("idea-", "judge-"))]
-    tokens_in = sum(pair[0] for pair in tokens) + sum(reply.tokens_in or 0 for reply in others)
-    tokens_out = sum(pair[1] for pair in tokens) + sum(reply.tokens_out or 0 for reply in others)
+    answered = sum(isinstance(one, Reply) for one in found)
+    paid = journal.replies.values()
+    tokens = {"in": sum(reply.tokens_in for reply in paid), "out": sum(reply.tokens_out for reply in paid),
+              "estimated": sum(reply.estimated for reply in paid)}  # fmt: skip
+    others = sum(key.startswith(("idea-", "judge-")) for key in journal.replies)
     failed = sum(isinstance(one, Failure) for one in found)
     teacher = {"name": work.teacher.name, "model": work.teacher.model, "api": work.teacher.api}
     return {
@@ -327,10 +329,10 @@ def _result(work: Work, prompts, requests, found, harvest: Harvest) -> dict:
         "prompts": len(prompts),
         "teacher": teacher,
         "judge": config.judge and {"name": config.judge, "model": work.judge.model if work.judge else config.judge},
-        "requests": {"answered": len(replies), "failed": failed, "not_asked": sum(one is None for one in found),
-                     "other": len(others)},
-        "tokens": {"in": tokens_in, "out": tokens_out, "estimated": estimated},
-        "cost": work.budget.cost(tokens_in, tokens_out),
+        "requests": {"answered": answered, "failed": failed, "not_asked": sum(one is None for one in found),
+                     "other": others},
+        "tokens": tokens,
+        "cost": work.budget.cost_of(paid),
         "stopped_by": work.budget.ended,
         "dropped": dict(harvest.dropped.most_common()),
         "unpaired": dict(harvest.unpaired.most_common()),

@@ -15,6 +15,7 @@ from .answer_checks import normalize
 from .asked import Asked, normalized, text_of
 from .duplicates import COMMON_ROWS, COMMON_SHARE
 
+COMMON_SAMPLE = 1_000  # prompts, about, that boilerplate is looked for in
 GRAM = 13  # words: as in Brown et al., Language Models are Few-Shot Learners (2020), appendix C
 
 
@@ -27,7 +28,7 @@ class Overlap:
 
     REASONS = {
         "duplicate": "asks the same as",
-        "near_duplicate": "asks nearly the same as",
+        "near_duplicate": "asks (but for --keep-similar) nearly the same as",
         "in_training_data": "asks the same as a row of --against,",
         "near_training_data": "asks nearly the same as a row of --against,",
         "in_eval_data": "asks the same as a row of --eval-file,",
@@ -120,7 +121,8 @@ def _near(prompts, against, held, left_out: dict) -> dict[int, Overlap]:
     others = [(asked, "near_eval_data") for asked in held] + [(asked, "near_training_data") for asked in against]
     entries = [asked for asked, _ in others] + prompts
     texts = [normalized(asked.text) for asked in entries]
-    common = duplicates.common_windows(texts[len(others) :])
+    own = texts[len(others) :]
+    common = duplicates.common_windows(own[:: max(1, len(own) // COMMON_SAMPLE)])
     table = duplicates.Table()
     sketches, _ = duplicates.sketches(texts, common)
     records = np.zeros(len(entries), duplicates.ROW)

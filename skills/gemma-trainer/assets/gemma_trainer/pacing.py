@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
+from .replies import Reply, Request
 from .rows import Row, strings_in
 from .slots import blocks_of
 
@@ -29,6 +31,15 @@ def _of_tools(row: Row) -> int:
 def tokens_of(texts: Iterable[str]) -> int:
     """About how many tokens texts take."""
     return math.ceil(sum(len(text.encode("utf-8", "replace")) for text in texts) / LETTERS)
+
+
+def with_counts(request: Request, reply: Reply) -> Reply:
+    """A reply whose tokens are counted: where the server has not done so, about."""
+    if None not in (reply.tokens_in, reply.tokens_out):
+        return reply
+    tokens_in = estimate_tokens(request.row) if reply.tokens_in is None else reply.tokens_in
+    said = tokens_of((reply.text, reply.reasoning)) if reply.tokens_out is None else reply.tokens_out
+    return replace(reply, tokens_in=tokens_in, tokens_out=said, estimated=True)
 
 
 class Pace:
@@ -72,6 +83,9 @@ class Budget:
 
     def cost(self, tokens_in: int, tokens_out: int) -> float:
         return (tokens_in * self.price_in + tokens_out * self.price_out) / 1e6
+
+    def cost_of(self, replies: Iterable[Reply]) -> float:
+        return sum(self.cost(reply.tokens_in or 0, reply.tokens_out or 0) for reply in replies)
 
     def take(self, cost: float) -> bool:
         """Whether a request that may cost so much can go out; it is then reserved until `settle`."""

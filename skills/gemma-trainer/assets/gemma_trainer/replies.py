@@ -27,8 +27,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. `finish` is "stop", "length" (it was cut), "refused" or what the server says; `tokens_in` and
-    `tokens_out` are None where it does not count."""
+    """An answer. `finish` is "stop", "length" (it was cut), "refused" or what the server says; where it does not count
+    tokens, `tokens_in` and `tokens_out` are None until they are `estimated`."""
 
     text: str
     reasoning: str = ""
@@ -36,6 +36,7 @@ class Reply:
     finish: str = "stop"
     tokens_in: int | None = None
     tokens_out: int | None = None
+    estimated: bool = False
 
     def record(self) -> dict:
         """What is not the default, for JSON."""

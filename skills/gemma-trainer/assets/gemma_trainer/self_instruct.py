@@ -1,8 +1,8 @@
 """New instructions from topics, written by a teacher round by round until there are enough that differ.
 
 After Wang et al., Self-Instruct (2023): the teacher sees a few instructions as examples, and what is like one that is
-there already is left out. A round asks for all that is missing at once; its requests depend only on what earlier rounds
-brought, so that a run that is resumed asks the same.
+there already is left out. A round asks for all that is missing at once. Requests are known by their number, so that a
+run that is resumed has the answers of each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from .asked import Asked, hashed, normalized, of_text
+from .asked import Asked, normalized, of_text
 from .errors import RowError
 from .json_answers import parse_answer
 from .overlaps import find_overlaps
@@ -92,8 +92,7 @@ def idea_request(
         parts.append("Not these, nor anything like them:\n" + "\n".join(f"- {_short(one)}" for one in known))
     parts.append('Reply with JSON only: {"instructions": ["...", "..."]}')
     asked = of_text("\n\n".join(parts), f"topic request {number + 1}")
-    key = hashed(f"{asked.key}-{number}-{seed}")
-    return Request(f"idea-{key}", asked.row, TEMPERATURE, seed + number, max_tokens, SCHEMA)
+    return Request(f"idea-{number}", asked.row, TEMPERATURE, seed + number, max_tokens, SCHEMA)
 
 
 def _short(asked: Asked) -> str:

@@ -16,7 +16,7 @@ from .chat_apis import APIS, base_url, shortened, told_url
 from .cli import note
 from .errors import CannotLoad, Interrupted, MediaError, RowError, UsageError
 from .media import MediaAccess
-from .pacing import Budget, Pace, estimate_tokens, tokens_of
+from .pacing import Budget, Pace, estimate_tokens, with_counts
 from .refusals import Again, Refused, check_answer, told_of
 from .replies import Failure, Reply, Request
 
@@ -146,7 +146,7 @@ class ServerTeacher:
             raise self.ending or faults[0]
 
     def _begin(self) -> None:
-        self.stop, self.ending, self.tasks, self.in_a_row = asyncio.Event(), None, [], 0
+        self.stop, self.ending, self.tasks = asyncio.Event(), None, []
 
     def _signalled(self, number: int) -> None:
         if self.ending:  # the second time
@@ -175,7 +175,7 @@ class ServerTeacher:
             try:
                 found = await self._answer(client, request, tokens)
                 if isinstance(found, Reply):
-                    spent = self.budget.cost(*counted(request, found))
+                    spent = self.budget.cost_of([found])
                 tell(request, found)
             except _Ended:
                 return
@@ -247,7 +247,7 @@ class ServerTeacher:
                 note(f"{self.name} asks to wait {problem.wait:.0f} s.")
             raise
         try:
-            return api.read(data)
+            return with_counts(request, api.read(data))
         except (KeyError, TypeError, IndexError, ValueError, AttributeError):
             raise Again("no_answer", "an answer without a message in it") from None
 
@@ -284,10 +284,3 @@ class ServerTeacher:
             limits=httpx.Limits(max_connections=many, max_keepalive_connections=many),
             trust_env=not local,
         )
-
-
-def counted(request: Request, reply: Reply) -> tuple[int, int]:
-    """(tokens in, tokens out) of an answer; where the server does not count them, about."""
-    tokens_in = estimate_tokens(request.row) if reply.tokens_in is None else reply.tokens_in
-    said = tokens_of((reply.text, reply.reasoning)) if reply.tokens_out is None else reply.tokens_out
-    return tokens_in, said

@@ -31,7 +31,11 @@ def make_teacher(name: str, model: str | None, config, budget: Budget):
         UsageError: a URL of another kind, or a model's name where there is no server.
     """
     if re.match(r"https?://", name, re.IGNORECASE):
-        key = os.environ.get(config.api_key_env) or None
+        try:
+            told_url(name)
+        except ValueError:
+            raise UsageError("--teacher: an address that cannot be read") from None
+        key = os.environ.get(config.api_key_env, "").strip() or None
         pace = Pace(config.requests_per_minute, config.tokens_per_minute)
         return ServerTeacher(name, model, key, config, pace, budget)
     if "://" in name:
