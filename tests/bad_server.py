@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
             message = {"role": "assistant", "content": say.text} | say.message
             data = {"choices": [{"message": message, "finish_reason": say.finish}]}
             data |= {"usage": {"prompt_tokens": 11, "completion_tokens": 7}} if say.usage else {}
-        content = json.dumps(data, ensure_ascii=False).encode()
+        content = json.dumps(data, ensure_ascii=not say.chunked).encode()
         self._write(200, content, say.headers, say.cut, say.chunked)
 
     def _send(self, status: int, data, headers=None) -> None:

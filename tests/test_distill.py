@@ -214,6 +214,19 @@ def test_samples_are_sifted_by_checks_and_kept(tmp_path, capsys):
     assert result["unpaired"] == {"none_passes": 1, "all_pass": 1} and len(bad.heard) == 12
 
 
+def test_what_is_no_text_for_a_row_is_dropped(tmp_path, capsys):
+    said_of = {"half": "half \ud83d a pair", "control": "and <eos> or <|turn>", "empty": " \n", "fine": "<b>yes</b>",
+               "call": Say(None, message={"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]})}  # fmt: skip
+    path = write(tmp_path / "p.jsonl", *({"prompt": f"{name}?"} for name in said_of))
+    with BadServer(lambda heard: said_of[heard.asked[:-1]]) as bad:
+        arguments = ("answers", path, "--teacher", bad.url, "--output", tmp_path / "rows.jsonl", "--samples", 2)
+        code, result, _ = distill(capsys, *arguments, "--pairs")
+        assert code == 3  # nor is it a wrong answer to learn from
+        code, result, _ = distill(capsys, *arguments, "--resume", "--keep", "all")
+    assert code == 0 and result["dropped"] == {"bad_encoding": 2, "control_text": 2, "empty": 2, "bad_tool_call": 2}
+    assert [row["messages"][1]["content"] for row in read(tmp_path / "rows.jsonl")] == ["<b>yes</b>"]
+
+
 def test_a_judge_picks_the_best_and_makes_pairs(tmp_path, capsys):
     path = write(tmp_path / "p.jsonl", *({"prompt": f"{word}: say more"} for word in ("apple", "harbour", "violin")))
 

@@ -127,6 +127,7 @@ def test_what_holds_for_all_requests_ends_the_run(tmp_path, capsys, monkeypatch,
         arguments = ("--teacher", bad.url, "--output", output, "--api-key-env", "MY_KEY", "--concurrency", 1)
         code, result, told = distill(capsys, "answers", prompts(tmp_path, *words(9)), *arguments)
     assert code == 5 and words_told in result["error"]["message"] and len(bad.heard) == 1
+    assert not (tmp_path / "rows.journal").exists()  # there is nothing to go on with
     assert bad.heard[0].headers["Authorization"] == "Bearer sk-secret-1"
     written = told + json.dumps(result) + "".join(path.read_text() for path in tmp_path.iterdir())
     assert "sk-secret" not in written and not output.exists()

@@ -208,7 +208,7 @@ def open_journal(work: Work, more: dict) -> Journal:
     config, teacher = work.config, work.teacher
     if config.resume and teacher.model is None:
         teacher.model = settings_of(work.path).get("teacher_model")
-    if teacher.model is None:
+    if teacher.model is None or not config.resume:
         teacher.open()
     schema = work.rules.schema and hashed(json.dumps(work.rules.schema))
     settings = more | {"teacher_model": teacher.model, "temperature": work.temperature, "seed": config.seed,

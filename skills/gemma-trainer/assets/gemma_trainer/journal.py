@@ -23,7 +23,7 @@ SYNC_EVERY = 1.0  # seconds: what a loss of power may take; a killed process los
 class Journal:
     """Answers by the keys of their requests. Line by line: the settings first, then one answer or failure each.
 
-    A context, which keeps others out. `replies` and `failures` hold what is there; a failure is gone once its request
+    A context, which keeps others out; without an answer no file is left. `replies` and `failures` hold what is there; a failure is gone once its request
     was answered. A line that was broken off by the end of a process is not there.
 
     Args:
@@ -113,6 +113,8 @@ class Journal:
     def __exit__(self, *problem) -> None:
         with contextlib.suppress(OSError):
             os.fsync(self._file)
+            if not self.replies:  # nothing to go on with
+                self.path.unlink()
         os.close(self._file)
 
 

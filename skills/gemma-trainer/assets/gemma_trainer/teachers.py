@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from .chat_apis import told_url
 from .cli import note
-from .errors import UsageError
+from .errors import CannotLoad, UsageError
 from .pacing import Budget, Pace, estimate_tokens
 from .replies import Failure, Reply, Request, split_thought
 from .server import ServerTeacher
@@ -60,7 +60,10 @@ class LocalTeacher:
 
         if self.policy is None:
             note(f"Loading {self.name}.")
-            self.policy = load_policy(self.name, self.config)
+            try:
+                self.policy = load_policy(self.name, self.config)
+            except CannotLoad as problem:
+                raise CannotLoad(str(problem).replace("--model", "--teacher")) from None
 
     def example(self, request: Request) -> dict:
         """A request for a reader."""
