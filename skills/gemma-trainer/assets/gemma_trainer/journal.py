@@ -17,14 +17,15 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+BINARY = getattr(os, "O_BINARY", 0)  # of Windows, which else writes other line ends
 SYNC_EVERY = 1.0  # seconds: what a loss of power may take; a killed process loses nothing
 
 
 class Journal:
     """Answers by the keys of their requests. Line by line: the settings first, then one answer or failure each.
 
-    A context, which keeps others out; without an answer no file is left. `replies` and `failures` hold what is there; a failure is gone once its request
-    was answered. A line that was broken off by the end of a process is not there.
+    A context, which keeps others out; without an answer no file is left. `replies` and `failures` hold what is there; a
+    failure is gone once its request was answered. A line that was broken off by the end of a process is not there.
 
     Args:
         settings: what the answers depend on; a journal of other settings is refused.
@@ -38,7 +39,7 @@ class Journal:
         must_be_free(path, resume, overwrite)
         with writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
         try:
             self._lock()
             if resume:

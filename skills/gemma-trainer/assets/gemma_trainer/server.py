@@ -198,11 +198,14 @@ class ServerTeacher:
     async def _answer(self, client, request: Request, tokens: int) -> Reply | Failure:
         try:
             body = await asyncio.to_thread(self._body, request, self.api)
-            return await self._retrying()(self._try, client, request, body, tokens)
         except RowError as problem:
             return Failure(problem.code, problem.reason, own=True)
         except MediaError as problem:
             return Failure(problem.code, str(problem), own=True)
+        except OSError as problem:  # a medium that is no longer what it was
+            return Failure("media_unreadable", f"a medium cannot be read ({type(problem).__name__})", own=True)
+        try:
+            return await self._retrying()(self._try, client, request, body, tokens)
         except (Again, Refused) as problem:
             return Failure(problem.code, str(problem), own=problem.own)
 
