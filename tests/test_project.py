@@ -43,6 +43,11 @@ COMMANDS = {
     "doctor.py": (["--help"], ["--no-such-flag"], ["--config", "absent.json"]),
     "verify.py": (["--help"], ["--no-such-flag"], ["--against", "hf", "--dataset", "absent.jsonl"]),
     "evaluate.py": (["--help"], [], ["--model", "run", "--dataset", "absent.jsonl"]),
+    "distill_dataset.py": (
+        ["answers", "--help"],
+        ["instruct", "--no-such-flag"],
+        ["answers", "absent.jsonl", "--teacher", "demo"],
+    ),
     "dataset_prep.py": (["check", "--help"], ["split", "--no-such-flag"], ["check", "absent.jsonl"]),
 }
 
@@ -81,16 +86,19 @@ def test_help_tells_flags_defaults_examples_and_exit_codes(name):
 
 
 def test_modules_import_only_from_below():
-    ladder = """errors ranks files flags cli checkpoints goals families text_rows slots stores rows preferences media
-    media_headers media_files words rendering labels stats batch features gaps items pairs collator batching precision
-    losses reward_model auto_class models parts sources targets answer_checks metrics significance generation
-    eval_prompts demo writing folders columns archives shards streams scan convert meter fsdp divergence saving
-    arguments callbacks trainers first_batch preference_trainers previews watching page report dataset_report findings
-    duplicates inspection checks tokens tally ray_scan examples packages backends runs model_card metadata inference
-    likelihood data preparation unsloth_backend audit collected extensions recipe audited run_check outcome scoring
-    scorer survey verdict fixes splits arms comparison comparison_page reload verification hub machine ledger
-    rehearsal forecast heaviest planning evaluation_book evaluation_rows few_shots evaluation_work evaluation_figures
-    evaluation_table evaluation evaluation_result""".split()
+    ladder = """errors ranks files flags cli checkpoints goals families text_rows slots stores rows preferences
+    media media_headers media_files words rendering labels stats batch features gaps items pairs collator
+    batching precision losses reward_model auto_class models parts sources targets answer_checks metrics
+    significance generation eval_prompts demo writing folders columns archives shards streams scan convert meter
+    fsdp divergence saving arguments callbacks trainers first_batch preference_trainers previews watching page
+    report dataset_report findings duplicates inspection checks tokens tally ray_scan examples packages backends
+    runs model_card metadata inference likelihood data preparation unsloth_backend audit collected extensions
+    recipe audited run_check outcome scoring scorer json_answers replies asked overlaps pacing chat_apis
+    refusals server teachers journal answer_filters judging self_instruct distilled distill_inputs distilling
+    survey verdict fixes splits arms comparison comparison_page reload verification hub machine ledger rehearsal
+    forecast heaviest planning artefacts tensors merging asking merge_check merger export_check gguf_files
+    llama_cpp gguf_check ollama serving publishing evaluation_book evaluation_rows few_shots evaluation_work
+    evaluation_figures evaluation_table evaluation evaluation_result""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)
     for name in ladder:

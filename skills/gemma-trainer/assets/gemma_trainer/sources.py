@@ -17,6 +17,7 @@ from .files import is_disk_full, user_path
 from .parts import Csv, JsonLines, JsonList, Table
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+OWN = (".rejected.jsonl", ".distill.json")  # rows that were put aside, and the record of where rows are from
 # What a file may begin with that is no UTF-8 text, and what to do about it.
 UNREADABLE = {
     b"\x1f\x8b": "gzip-compressed: decompress it first (gunzip -k)",
@@ -164,8 +165,8 @@ def files_of(source: str) -> list[Path]:
 
 
 def _is_data(path: Path) -> bool:
-    """Whether a file in a folder is one of rows; not those that our own scripts have put aside."""
-    return path.suffix.lower() in SUFFIXES and not path.name.endswith(".rejected.jsonl") and path.is_file()
+    """Whether a file in a folder is one of rows; not those that our own scripts write beside them."""
+    return path.suffix.lower() in SUFFIXES and not path.name.endswith(OWN) and path.is_file()
 
 
 def _file_part(path: Path):
