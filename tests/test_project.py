@@ -42,6 +42,7 @@ COMMANDS = {
     "inspect_run.py": (["--help"], [], ["absent"]),
     "doctor.py": (["--help"], ["--no-such-flag"], ["--config", "absent.json"]),
     "verify.py": (["--help"], ["--no-such-flag"], ["--against", "hf", "--dataset", "absent.jsonl"]),
+    "export.py": (["merge", "--help"], ["check", "--no-such-flag"], ["check", "absent"]),
     "dataset_prep.py": (["check", "--help"], ["split", "--no-such-flag"], ["check", "absent.jsonl"]),
 }
 
@@ -60,7 +61,7 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True)
     assert "loaded: []" in done.stderr and "Traceback" not in done.stderr, done.stderr
-    other = {"inspect_run.py": 5, "doctor.py": 2}  # no run there; no such file
+    other = {"inspect_run.py": 5, "export.py": 5, "doctor.py": 2}  # no run there; no such file
     assert done.returncode == (other.get(name, code) if code == 3 else code)
 
 
@@ -88,7 +89,7 @@ def test_modules_import_only_from_below():
     findings duplicates inspection checks tokens tally ray_scan examples packages backends runs model_card
     metadata inference data preparation unsloth_backend audit collected extensions recipe audited run_check outcome
     scoring scorer survey verdict fixes splits arms comparison comparison_page reload verification hub machine
-    ledger rehearsal forecast heaviest planning""".split()
+    ledger rehearsal forecast heaviest planning artefacts""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)
     for name in ladder:

@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11,<3.14"
+# dependencies = [
+#     "accelerate>=1.12,<2",
+#     "datasets>=4.8,<6",
+#     "ftfy>=6.3",
+#     "gguf>=0.17",
+#     "httpx>=0.27,<1",
+#     "jinja2>=3.1",
+#     "jiwer>=4",
+#     "json-repair>=0.50",
+#     "jsonschema>=4.20",
+#     "librosa>=0.11",
+#     "numpy>=2",
+#     "packaging>=24",
+#     "peft>=0.21,<1",
+#     "pillow>=11",
+#     "pyyaml>=6",
+#     "regex>=2024.5.15",
+#     "rensa>=0.5,<1",
+#     "rouge-score>=0.1.2",
+#     "sacrebleu>=2.5",
+#     "scipy>=1.14",
+#     "soundfile>=0.13",
+#     "tenacity>=9",
+#     "torch>=2.9",
+#     "torchvision>=0.24",
+#     "tqdm>=4.66",
+#     "transformers>=5.17,<6",
+#     "trl>=1.14.2,!=1.15.*,<2",
+#     "xxhash>=3.5",
+# ]
+# ///
+"""Hand a trained model on: merge its adapter into the base model, and check what is handed on."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gemma_trainer import artefacts, cli
+from gemma_trainer.errors import CannotLoad, UsageError
+from gemma_trainer.flags import InferenceFlags, flag, word
+
+EXAMPLES = """\
+  python export.py merge run1 --output merged --json           # one model, without PEFT
+  python export.py merge run1 --output merged --base google/gemma-4-E2B-it
+  python export.py check merged --json                         # does it answer as the run did"""
+
+EXIT_CODES = """exit codes:
+  0 done                                       5 run, base model or artefact cannot be loaded
+  1 unexpected fault    2 wrong usage          6 out of memory
+  3 bad data            4 missing package, or no room on the disk
+  8 a check did not pass                       130 interrupted, 143 terminated: nothing was written"""
+
+
+@dataclass(frozen=True)
+class MergeFlags:
+    exit_codes = EXIT_CODES
+    run: str = word("the folder of a run, a checkpoint or an adapter")
+    output: str | None = flag(help="the folder for the merged model (required)")
+    base: str | None = flag(help="hub id or folder of the base model in full precision (default: as the adapter says)")
+    dtype: str = flag("auto", "of the weights; auto: each as the base has it", ("auto", "bf16", "fp16", "fp32"))
+    shard_size: str | None = flag(
+        help="largest file of weights, such as 4GB (default: the files of the base)", metavar="SIZE"
+    )
+    logits: bool = flag(True, "compare what the merged model computes with what the adapter does on its base")
+    overwrite: bool = flag(False, "replace the merged model that --output holds")
+    json: bool = flag(False, "print the result as one JSON object")
+    debug: bool = flag(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class CheckFlags(InferenceFlags):
+    exit_codes = EXIT_CODES
+    path: str = word("the folder of an adapter, run or model, or what was exported from it")
+    dataset: str | None = flag(
+        help="rows to ask, of which the first three (default: those of export.json, or of the run)"
+    )
+    run: str | None = flag(help="the run whose answers are to be met (default: as export.json says)")
+    json: bool = flag(False, "print the result as one JSON object")
+    debug: bool = flag(False, "show the traceback of an error")
+
+
+def merge(config: MergeFlags) -> dict:
+    if artefacts.kind_of(config.run) == "gguf":
+        raise CannotLoad(f"{config.run}: no adapter is there")
+    from gemma_trainer import merging
+
+    return merging.merge(config)
+
+
+def check(config: CheckFlags) -> dict:
+    kind = artefacts.kind_of(config.path)
+    if kind not in ("adapter", "model"):
+        raise UsageError(f"{config.path}: nothing there can be checked")
+    from gemma_trainer import merge_check
+
+    return merge_check.check(config)
+
+
+COMMANDS = {
+    "merge": (merge, MergeFlags, "Merge an adapter into its base model, in the base's precision; then verify it."),
+    "check": (check, CheckFlags, "Load what was exported as its user would, ask it, and compare with the run."),
+}
+
+if __name__ == "__main__":
+    sys.exit(cli.run_commands(COMMANDS, __doc__, EXAMPLES))

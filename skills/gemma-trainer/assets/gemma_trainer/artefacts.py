@@ -1,0 +1,56 @@
+"""What a folder or file of a model is, and `export.json`, which tells what it was made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .errors import CannotLoad
+from .files import finite, user_path, write_whole
+
+# Beside an exported model: what it was made from, what was checked, and up to three rows with the answers to them. The
+# rows are the user's data, so it stays on this machine: whatever hands a folder on leaves this file out.
+FILE = "export.json"
+
+
+def kind_of(path: str | Path) -> str:
+    """What is there: "adapter", "model" (whole), "ollama" (a folder with a Modelfile), "gguf" (such a file, or a folder
+    of them), or "run" (which has saved no model yet).
+
+    Raises:
+        CannotLoad: nothing of the kind.
+    """
+    path = user_path(path)
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            return "gguf"
+        raise CannotLoad(f"{path}: a file that is no .gguf; give the folder of a run, an adapter or a model")
+    if not path.is_dir():
+        raise CannotLoad(f"{path}: no such folder or file")
+    marks = {
+        "adapter_config.json": "adapter",
+        "Modelfile": "ollama",
+        "config.json": "model",
+        "*.gguf": "gguf",
+        "run.json": "run",
+    }
+    for mark, kind in marks.items():
+        if next(path.glob(mark), None):
+            return kind
+    raise CannotLoad(f"{path}: no run, adapter, model or export is there")
+
+
+def read(path: str | Path) -> dict:
+    """What `export.json` says of a folder, or of the folder that a file is in; empty where there is none that can be
+    read."""
+    path = user_path(path)
+    try:
+        found = json.loads(((path if path.is_dir() else path.parent) / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write(folder: Path, facts: dict) -> None:
+    """Write `export.json` into a folder."""
+    write_whole(folder / FILE, json.dumps(finite(facts), indent=1, ensure_ascii=False) + "\n")
