@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import CannotLoad
-from .files import finite, user_path, write_whole
+from .errors import CannotLoad, UsageError
+from .files import finite, move_whole, remove_folder, user_path, write_whole
 
 # Beside an exported model: what it was made from, what was checked, and up to three rows with the answers to them. The
 # rows are the user's data, so it stays on this machine: whatever hands a folder on leaves this file out.
@@ -54,3 +57,31 @@ def read(path: str | Path) -> dict:
 def write(folder: Path, facts: dict) -> None:
     """Write `export.json` into a folder."""
     write_whole(folder / FILE, json.dumps(finite(facts), indent=1, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def new_folder(output: str | None, made: str, overwrite: bool) -> Iterator[Path]:
+    """A folder to write an export into, which becomes `output` in one step when all is in it.
+
+    Args:
+        made: what kind of export it is, as its `export.json` says under "made".
+        overwrite: replace an older export of this kind, and nothing else.
+
+    Raises:
+        UsageError: no `output`, or one that holds something else.
+    """
+    if not output:
+        raise UsageError("--output is required")
+    target = user_path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        if not overwrite:
+            raise UsageError(f"--output {output} is there already: give another, or --overwrite")
+        if read(target).get("made") != made:
+            raise UsageError(f"--output {output} was not made by this command: --overwrite replaces only such folders")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as aside:
+        staged = Path(aside) / target.name
+        staged.mkdir()
+        yield staged
+        remove_folder(target)
+        move_whole(staged, target)
