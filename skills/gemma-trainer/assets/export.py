@@ -44,12 +44,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gemma_trainer import artefacts, cli
 from gemma_trainer.errors import CannotLoad, UsageError
-from gemma_trainer.flags import InferenceFlags, flag, word
+from gemma_trainer.flags import flag, word
 
 EXAMPLES = """\
   python export.py merge run1 --output merged --json           # one model, without PEFT
   python export.py merge run1 --output merged --base google/gemma-4-E2B-it
-  python export.py check merged --json                         # does it answer as the run did"""
+  python export.py check merged --json                         # does it answer as the run did
+  python export.py gguf merged --quantize Q4_K_M --llama-cpp ~/llama.cpp --output gguf"""
 
 EXIT_CODES = """exit codes:
   0 done                                       5 run, base model or artefact cannot be loaded
@@ -64,7 +65,7 @@ class MergeFlags:
     run: str = word("the folder of a run, a checkpoint or an adapter")
     output: str | None = flag(help="the folder for the merged model (required)")
     base: str | None = flag(help="hub id or folder of the base model in full precision (default: as the adapter says)")
-    dtype: str = flag("auto", "of the weights; auto: each as the base has it", ("auto", "bf16", "fp16", "fp32"))
+    dtype: str = flag("auto", "of the weights; auto: each as the base has it", ("auto", "bf16", "fp32"))
     shard_size: str | None = flag(
         help="largest file of weights, such as 4GB (default: the files of the base)", metavar="SIZE"
     )
@@ -75,7 +76,7 @@ class MergeFlags:
 
 
 @dataclass(frozen=True)
-class CheckFlags(InferenceFlags):
+class CheckFlags:
     exit_codes = EXIT_CODES
     path: str = word("the folder of an adapter, run or model, or what was exported from it")
     dataset: str | None = flag(
@@ -86,26 +87,48 @@ class CheckFlags(InferenceFlags):
     debug: bool = flag(False, "show the traceback of an error")
 
 
+@dataclass(frozen=True)
+class GgufFlags:
+    exit_codes = EXIT_CODES
+    model: str = word("the folder of a whole model, as merge writes it")
+    output: str | None = flag(help="the folder for the .gguf files (required)")
+    quantize: tuple[str, ...] = flag((), "types to make, such as Q8_0 Q6_K Q5_K_M Q4_K_M Q3_K_M (default: none)")
+    outtype: str = flag("bf16", "type of what is converted, and of the towers", ("bf16", "f16", "f32", "q8_0"))
+    mmproj: bool = flag(True, "also write the vision and audio towers")
+    llama_cpp: str | None = flag(help="folder of llama.cpp (default: LLAMA_CPP, then the PATH)", metavar="DIR")
+    overwrite: bool = flag(False, "replace what this command has written to --output before")
+    json: bool = flag(False, "print the result as one JSON object")
+    debug: bool = flag(False, "show the traceback of an error, and llama.cpp's log")
+
+
 def merge(config: MergeFlags) -> dict:
     if artefacts.kind_of(config.run) == "gguf":
         raise CannotLoad(f"{config.run}: no adapter is there")
-    from gemma_trainer import merging
+    from gemma_trainer import merger
 
-    return merging.merge(config)
+    return merger.merge(config)
 
 
 def check(config: CheckFlags) -> dict:
     kind = artefacts.kind_of(config.path)
     if kind not in ("adapter", "model"):
         raise UsageError(f"{config.path}: nothing there can be checked")
-    from gemma_trainer import merge_check
+    from gemma_trainer import export_check
 
-    return merge_check.check(config)
+    return export_check.check(config)
+
+
+def gguf(config: GgufFlags) -> dict:
+    artefacts.kind_of(config.model)
+    from gemma_trainer import llama_cpp
+
+    return llama_cpp.export(config)
 
 
 COMMANDS = {
     "merge": (merge, MergeFlags, "Merge an adapter into its base model, in the base's precision; then verify it."),
     "check": (check, CheckFlags, "Load what was exported as its user would, ask it, and compare with the run."),
+    "gguf": (gguf, GgufFlags, "Convert a whole model to .gguf files with llama.cpp; quantize and verify them."),
 }
 
 if __name__ == "__main__":
