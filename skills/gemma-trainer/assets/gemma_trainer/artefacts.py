@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import CannotLoad, UsageError
-from .files import finite, move_whole, remove_folder, user_path, write_whole
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+from .errors import CannotLoad, EnvironmentUnfit, UsageError
+from .files import finite, move_whole, user_path, write_whole
 
 # Beside an exported model: what it was made from, what was checked, and up to three rows with the answers to them. The
 # rows are the user's data, so it stays on this machine: whatever hands a folder on leaves this file out.
@@ -61,7 +69,8 @@ def write(folder: Path, facts: dict) -> None:
 
 @contextlib.contextmanager
 def new_folder(output: str | None, made: str, overwrite: bool) -> Iterator[Path]:
-    """A folder to write an export into, which becomes `output` in one step when all is in it.
+    """A folder to write an export into, which becomes `output` in one step when all is in it, its `export.json` too;
+    without that, or after an error, nothing is left of it.
 
     Args:
         made: what kind of export it is, as its `export.json` says under "made".
@@ -69,6 +78,7 @@ def new_folder(output: str | None, made: str, overwrite: bool) -> Iterator[Path]
 
     Raises:
         UsageError: no `output`, or one that holds something else.
+        EnvironmentUnfit: it cannot be made.
     """
     if not output:
         raise UsageError("--output is required")
@@ -78,10 +88,44 @@ def new_folder(output: str | None, made: str, overwrite: bool) -> Iterator[Path]
             raise UsageError(f"--output {output} is there already: give another, or --overwrite")
         if read(target).get("made") != made:
             raise UsageError(f"--output {output} was not made by this command: --overwrite replaces only such folders")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as aside:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        folder = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.unfinished-")
+    except OSError as problem:
+        raise EnvironmentUnfit(f"--output {output} cannot be made ({problem.strerror})") from None
+    with folder as aside, _locked(aside):
         staged = Path(aside) / target.name
         staged.mkdir()
         yield staged
-        remove_folder(target)
+        if not (staged / FILE).is_file():
+            return
+        if target.exists():
+            os.replace(target, Path(aside) / "older")
         move_whole(staged, target)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed processes have left beside `target`: folders that nobody holds the lock of."""
+    for folder in target.parent.glob(f"{glob.escape(f'.{target.name}.unfinished-')}*"):
+        with _locked(folder) as free:
+            if free:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: str | Path) -> Iterator[bool]:
+    """Hold the lock of a folder; gives whether that could be had."""
+    if fcntl is None:
+        yield False
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError:  # another process has it, or the file system knows no locks
+            free = False
+        yield free
+    finally:
+        os.close(opened)

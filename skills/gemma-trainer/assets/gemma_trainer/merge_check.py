@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from . import asking
+from . import asking, models
 from .cli import note
 from .merging import Merge, quiet
 from .run_check import Finding
 from .tensors import stored_files
 
-# Weights and activations are rounded some ten times a layer, each time by eps / 2 of what they are at most; errors of
-# independent roundings add up as their squares do, and four times that is left as a margin.
+# Results are rounded some ten times a layer, each by eps / 2 of what they are at most. In 16 bits sums are formed in
+# float32; in float32 itself each product that is added is one more rounding. Errors of independent roundings add up as
+# their squares do; four times that is left as a margin.
 ROUNDINGS, MARGIN = 10, 4
 
 
@@ -42,10 +43,9 @@ def files(folder: Path, merge: Merge, base: Path) -> Finding:
 
 def change(merge: Merge) -> Finding:
     """Whether the adapter has changed anything."""
-    changed, wanted = merge.changed + len(merge.added), len(merge.changes)
     if not merge.changed:
         return Finding("change", False, "no tensor differs from the base's: its updates are zero, or are rounded away")
-    return Finding("change", True, f"{changed} of {wanted} tensors that the adapter is for have changed")
+    return Finding("change", True, f"{merge.changed} of {merge.adapted} tensors that the adapter is for have changed")
 
 
 def enough_memory(needed: int) -> bool:
@@ -58,13 +58,13 @@ def enough_memory(needed: int) -> bool:
     return needed * 1.2 < psutil.virtual_memory().available
 
 
-def compare(folder: Path, run: Path, base: Path, merge: Merge, processor, facts: dict) -> tuple[list[Finding], list]:
+def compare(folder: Path, run: Path, base: Path, merge: Merge, facts: dict) -> tuple[list[Finding], list[dict]]:
     """Load the adapter on its base and then the merged model, each as its user would, and compare what they compute.
 
     Returns:
         (findings, up to three rows with what the adapter made of them, for `export.json`).
     """
-    collator = asking.collator_of(processor, merge.config, facts)
+    collator = asking.collator_of(models.load_processor(str(folder), merge.config), merge.config, facts)
     probes = asking.bundled_rows(collator.modalities)
     rows = (asking.rows_of_run(run) if not merge.reward else []) or probes[: asking.ASKED]
     note("Comparing the adapter on its base with the merged model.")
@@ -94,8 +94,9 @@ def _adapter(run: Path, base: Path, reward: bool, collator, probes: list[dict], 
 
 def tolerance(model) -> float:
     """How far the logits of a merged model may be from those of its adapter, relative to their size."""
-    layers = model.config.get_text_config().num_hidden_layers
-    return MARGIN * torch.finfo(model.dtype).eps / 2 * math.sqrt(ROUNDINGS * layers)
+    config = model.config.get_text_config()
+    products = config.hidden_size if model.dtype == torch.float32 else 1
+    return MARGIN * torch.finfo(model.dtype).eps / 2 * math.sqrt(ROUNDINGS * config.num_hidden_layers * products)
 
 
 def _keys(loaded: dict, unexpected: set[str], model) -> Finding:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,13 +11,18 @@ from . import artefacts, merge_check, metadata, models
 from .asking import answered_rows
 from .cli import note
 from .errors import EnvironmentUnfit, OutOfMemory, UsageError
-from .files import mib, move_whole, remove_folder, user_path, write_whole
+from .files import mib, user_path, write_whole
 from .merging import Merge, base_folder
 from .run_check import Finding
 from .tensors import size_in_bytes, stored_files, write_files
 
 DTYPES = {"auto": None, "bf16": "BF16", "fp32": "F32"}
 NAMES = {"BF16": "bfloat16", "F32": "float32"}
+SPARE = 64 * 2**20  # bytes of all that is beside the weights
+FROM_4_BIT = (
+    "The adapter was trained beside 4-bit weights and is merged into those of full precision: answers may differ a "
+    "little from the run's."
+)
 PROCESSOR = """tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json
 chat_template.jinja chat_template.json processor_config.json preprocessor_config.json
 video_preprocessor_config.json""".split()
@@ -27,78 +30,36 @@ video_preprocessor_config.json""".split()
 
 def merge(config) -> dict:
     """Merge an adapter into its base; `config` is `export.MergeFlags`. Returns the result."""
-    run, output = user_path(config.run), checked_output(config)
+    run = user_path(config.run)
     limit = size_in_bytes(config.shard_size) if config.shard_size else None
-    facts = metadata.read(run) or {}
-    base, name = base_folder(run, config.base, facts)
-    if output.resolve() in (run.resolve(), base.resolve()):
-        raise UsageError(f"--output {output} is the folder of what is to be merged: choose another")
-    job = Merge(run, base, DTYPES[config.dtype], limit)
-    processor = models.load_processor(str(run if (run / "tokenizer.json").is_file() else base), job.config)
-    quantized = str((facts.get("training") or {}).get("quantization", ""))
-    if quantized.startswith("4-bit"):
-        note("The adapter was trained beside 4-bit weights; it is merged into those of full precision, which answer a")
-        note("little differently: compare the merged model with the run before it is used.")
-    with aside(output, job.size) as folder:
+    with artefacts.new_folder(config.output, "merge", config.overwrite) as folder:
+        facts = metadata.read(run) or {}
+        base, name = base_folder(run, config.base, facts)
+        if base.resolve() == user_path(config.output).resolve():
+            raise UsageError(f"--output {config.output} is the base model's folder: choose another")
+        job = Merge(run, base, DTYPES[config.dtype], limit)
+        check_room(folder, job.size)
+        if str((facts.get("training") or {}).get("quantization")).startswith("4-bit"):
+            note(FROM_4_BIT)
         note(f"Merging {run} into {name}: {mib(job.size)}.")
         write_files(folder, job.files)
         write_configs(folder, run, base, job)
-        findings, samples = verify(config, folder, run, base, job, processor, facts)
+        findings, samples = verify(config, folder, run, base, job, facts)
         passed = not any(finding.passed is False for finding in findings)
         if passed:
             made = record(config, run, base, name, job, facts)
             made |= {"checks": [asdict(finding) for finding in findings], "samples": samples}
             describe(folder, facts, made)
             artefacts.write(folder, made)
-            put_in_place(folder, output)
-    return result(output, job, findings, passed)
+    return result(config.output, job, findings, passed)
 
 
-def checked_output(config) -> Path:
-    """The folder that is to be written, if it may be; raises UsageError."""
-    if not config.output:
-        raise UsageError("--output is needed: the folder for the merged model")
-    output = user_path(config.output)
-    if output.is_file():
-        raise UsageError(f"--output {output} is a file")
-    if output.is_dir() and next(output.iterdir(), None):
-        merged = artefacts.read(output).get("kind") == "merged"
-        if not merged:
-            raise UsageError(f"--output {output} holds other files: choose a new or empty folder")
-        if not config.overwrite:
-            raise UsageError(f"--output {output} holds a merged model already: add --overwrite, or choose another")
-    return output
-
-
-@contextlib.contextmanager
-def aside(output: Path, needed: int) -> Iterator[Path]:
-    """A folder beside `output` to write into; what is left in it goes, at last when the next one is made.
-
-    Raises:
-        EnvironmentUnfit: it cannot be made, or the disk has less room than `needed` bytes.
-    """
-    folder = output.with_name(f".{output.name}.unfinished")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-    except OSError as problem:
-        raise EnvironmentUnfit(f"--output {output} cannot be made ({problem.strerror})") from None
-    try:
-        free = shutil.disk_usage(folder).free
-        if free < needed + 64 * 2**20:
-            told = f"the merged model takes {mib(needed)}, {mib(free)} are free"
-            raise EnvironmentUnfit(f"not enough disk for --output {output}: {told}")
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def put_in_place(folder: Path, output: Path) -> None:
-    """Give a finished folder its name; only now does an older one go."""
-    if output.is_dir() and next(output.iterdir(), None):
-        remove_folder(output)
-    move_whole(folder, output)
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse a disk that a model of `needed` bytes does not fit on (EnvironmentUnfit)."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + SPARE:
+        told = f"the merged model takes {mib(needed)}, {mib(free)} are free"
+        raise EnvironmentUnfit(f"not enough disk for --output: {told}. Free some, or choose another place")
 
 
 def write_configs(folder: Path, run: Path, base: Path, job: Merge) -> None:
@@ -126,7 +87,7 @@ def _retyped(known, dtype: str):
             for key, value in known.items()}  # fmt: skip
 
 
-def verify(config, folder, run, base, job, processor, facts) -> tuple[list[Finding], list[dict]]:
+def verify(config, folder: Path, run: Path, base: Path, job: Merge, facts: dict) -> tuple[list[Finding], list[dict]]:
     """(findings about the merged model, rows with the adapter's answers to them)."""
     findings = [merge_check.files(folder, job, base), merge_check.change(job)]
     told = "" if config.logits else "left out (--no-logits)"
@@ -136,7 +97,7 @@ def verify(config, folder, run, base, job, processor, facts) -> tuple[list[Findi
         findings.append(Finding("logits", None, f"{told}; `export.py check` asks the model later")) if told else None
         return findings, answered_rows(run)
     try:
-        found, samples = merge_check.compare(folder, run, base, job, processor, facts)
+        found, samples = merge_check.compare(folder, run, base, job, facts)
     except (MemoryError, RuntimeError) as problem:
         if "memory" not in str(problem):
             raise
@@ -149,14 +110,12 @@ def record(config, run: Path, base: Path, name: str, job: Merge, facts: dict) ->
     known = facts.get("base_model") or {}
     snapshot = base.name if base.parent.name == "snapshots" else None  # of the hub's cache
     return {
-        "kind": "merged",
+        "made": "merge",
         "task": facts.get("task") or ("reward" if job.reward else "sft"),
         "run": metadata.shown_name(config.run),
-        "base": {
-            "name": metadata.shown_name(name),
-            "revision": snapshot or (None if config.base else known.get("revision")),
-            "license": metadata.license_of(name, models.load_config(str(base))[1]),
-        },
+        "base": metadata.shown_name(name) if config.base or not known else known["name"],
+        "base_revision": snapshot or (None if config.base else known.get("revision")),
+        "license": metadata.license_of(name, models.load_config(str(base))[1]),
         "architecture": job.architecture,
         "dtype": sorted({tensor.dtype for held in stored_files(base).values() for tensor in held})
         if job.dtype is None
@@ -171,24 +130,23 @@ def record(config, run: Path, base: Path, name: str, job: Merge, facts: dict) ->
 
 def describe(folder: Path, facts: dict, made: dict) -> None:
     """Write the model card, and the facts of the run with how the model was made of it."""
-    merged = {name: made[name] for name in ("run", "base", "dtype", "changed", "versions")}
+    merged = {name: made[name] for name in ("run", "base", "base_revision", "dtype", "changed", "versions")}
     if facts:
         metadata.write(folder, facts | {"merged": merged})
         return
     from huggingface_hub import ModelCardData  # an adapter of another tool
 
-    base = made["base"]
     head = ModelCardData(
-        base_model=base["name"] if "/" in base["name"] else None,
+        base_model=made["base"] if "/" in made["base"] else None,
         base_model_relation="finetune",
         library_name="transformers",
-        license=base["license"],
+        license=made["license"],
     ).to_yaml()
-    told = f"`{base['name']}` with the LoRA adapter `{made['run']}` merged into its weights."
+    told = f"`{made['base']}` with the LoRA adapter `{made['run']}` merged into its weights."
     write_whole(folder / "README.md", f"---\n{head}\n---\n\n# {made['run']}, merged\n\n{told}\n")
 
 
-def result(output: Path, job: Merge, findings: list[Finding], passed: bool) -> dict:
+def result(output: str, job: Merge, findings: list[Finding], passed: bool) -> dict:
     """What is printed."""
     marks = {True: "ok", False: "FAILED", None: "note"}
     lines = [f"{marks[finding.passed]:<8} {finding.check}: {finding.told}" for finding in findings]
@@ -197,7 +155,7 @@ def result(output: Path, job: Merge, findings: list[Finding], passed: bool) -> d
     return {
         "status": "done" if passed else "failed",
         "sound": passed,
-        "merged": str(output) if passed else None,
+        "merged": output if passed else None,
         "architecture": job.architecture,
         "size": job.size,
         "files": list(job.files),

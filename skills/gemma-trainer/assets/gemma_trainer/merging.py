@@ -198,8 +198,8 @@ def _replaced(trained: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
 
 
 class Merge:
-    """The files of a merged model: `files` is what to write, `changed` counts tensors that became others, once they
-    are written.
+    """The files of a merged model: `files` is what to write. As they are written, `adapted` counts the tensors that the
+    adapter is for, and `changed` those that became others.
 
     Args:
         run, base: folders of the adapter and of its base.
@@ -218,7 +218,7 @@ class Merge:
             skeleton, model, blanks, tied = put_on(run, self.config, self.reward)
         self.architecture, self.dtype = type(skeleton).__name__, dtype
         self.changes = changes_of(model, blanks, tied)
-        self.changed = 0
+        self.changed = self.adapted = 0  # as they are written
         stored = stored_files(base)
         places = self._places(skeleton, blanks, [tensor.name for held in stored.values() for tensor in held])
         found = {tied_name for place in places.values() for tied_name in (tied if place in tied else {place})}
@@ -272,8 +272,13 @@ class Merge:
         merged = change(tensor.read())
         if merged.shape != tensor.shape:
             raise CannotLoad(f"the adapter makes {tensor.name} another shape than it has in the base")
+        self.adapted += 1
         self.changed += not torch.equal(merged.to(own), tensor.read().to(own))
         return merged
+
+    def _add(self, value: torch.Tensor) -> torch.Tensor:
+        self.adapted, self.changed = self.adapted + 1, self.changed + 1
+        return value
 
 
 @contextlib.contextmanager
