@@ -50,7 +50,12 @@ EXAMPLES = """\
   python export.py merge run1 --output merged --json           # one model, without PEFT
   python export.py merge run1 --output merged --base google/gemma-4-E2B-it
   python export.py check merged --json                         # does it answer as the run did
-  python export.py gguf merged --quantize Q4_K_M --llama-cpp ~/llama.cpp --output gguf"""
+  python export.py gguf merged --quantize Q4_K_M --llama-cpp ~/llama.cpp --output gguf
+  python export.py ollama gguf --name my-gemma --output ollama
+  python export.py vllm run1 --json                            # the line that serves it, or what vLLM would not take
+  python export.py mlx merged
+  python export.py litert merged
+  python export.py hub run1 --repo me/my-gemma                 # what would be uploaded; --push does it"""
 
 EXIT_CODES = """exit codes:
   0 done                                       5 run, base model or artefact cannot be loaded
@@ -101,6 +106,46 @@ class GgufFlags:
     debug: bool = flag(False, "show the traceback of an error, and llama.cpp's log")
 
 
+@dataclass(frozen=True)
+class OllamaFlags:
+    exit_codes = EXIT_CODES
+    path: str = word("a .gguf file or a folder with one, or the folder of a whole model")
+    name: str | None = flag(help="what Ollama is to call the model (required)")
+    output: str | None = flag(help="the folder for the Modelfile (required)")
+    create: bool = flag(False, "run `ollama create`, too")
+    overwrite: bool = flag(False, "replace what this command has written to --output before")
+    json: bool = flag(False, "print the result as one JSON object")
+    debug: bool = flag(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class VllmFlags:
+    exit_codes = EXIT_CODES
+    path: str = word("the folder of a run or an adapter, or of a whole model")
+    name: str | None = flag(help="what the server is to call it (default: the folder's name)")
+    json: bool = flag(False, "print the result as one JSON object")
+    debug: bool = flag(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class CommandFlags:
+    exit_codes = EXIT_CODES
+    path: str = word("the folder of a whole model, as merge writes it")
+    json: bool = flag(False, "print the result as one JSON object")
+    debug: bool = flag(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True)
+class HubFlags:
+    exit_codes = EXIT_CODES
+    path: str = word("the folder of a run, an adapter or a whole model, or of .gguf files")
+    repo: str | None = flag(help="where to: ORG/NAME (required)")
+    push: bool = flag(False, "upload; without it nothing leaves this machine")
+    public: bool = flag(False, "make a new repository public; else it is private")
+    json: bool = flag(False, "print the result as one JSON object")
+    debug: bool = flag(False, "show the traceback of an error")
+
+
 def merge(config: MergeFlags) -> dict:
     if artefacts.kind_of(config.run) == "gguf":
         raise CannotLoad(f"{config.run}: no adapter is there")
@@ -125,10 +170,50 @@ def gguf(config: GgufFlags) -> dict:
     return llama_cpp.export(config)
 
 
+def ollama(config: OllamaFlags) -> dict:
+    artefacts.kind_of(config.path)
+    from gemma_trainer import ollama
+
+    return ollama.export(config)
+
+
+def vllm(config: VllmFlags) -> dict:
+    artefacts.kind_of(config.path)
+    from gemma_trainer import serving
+
+    return serving.vllm(config)
+
+
+def mlx(config: CommandFlags) -> dict:
+    artefacts.kind_of(config.path)
+    from gemma_trainer import serving
+
+    return serving.mlx(config)
+
+
+def litert(config: CommandFlags) -> dict:
+    artefacts.kind_of(config.path)
+    from gemma_trainer import serving
+
+    return serving.litert(config)
+
+
+def hub(config: HubFlags) -> dict:
+    artefacts.kind_of(config.path)
+    from gemma_trainer import publishing
+
+    return publishing.publish(config)
+
+
 COMMANDS = {
     "merge": (merge, MergeFlags, "Merge an adapter into its base model, in the base's precision; then verify it."),
     "check": (check, CheckFlags, "Load what was exported as its user would, ask it, and compare with the run."),
     "gguf": (gguf, GgufFlags, "Convert a whole model to .gguf files with llama.cpp; quantize and verify them."),
+    "ollama": (ollama, OllamaFlags, "Write a Modelfile whose prompt, stops and sampling are the model's own."),
+    "vllm": (vllm, VllmFlags, "Tell what of an adapter vLLM would refuse or drop, and the line that serves it."),
+    "mlx": (mlx, CommandFlags, "Tell the commands that convert a whole model for MLX (Apple Silicon)."),
+    "litert": (litert, CommandFlags, "Tell the commands that convert a whole model for LiteRT (phones, browsers)."),
+    "hub": (hub, HubFlags, "Tell what would go to the hub, with licence and gating; --push uploads it."),
 }
 
 if __name__ == "__main__":
