@@ -156,6 +156,10 @@ def merge(config: MergeFlags) -> dict:
 
 def check(config: CheckFlags) -> dict:
     kind = artefacts.kind_of(config.path)
+    if kind in ("gguf", "ollama"):
+        from gemma_trainer import gguf_check
+
+        return gguf_check.check(config)
     if kind not in ("adapter", "model"):
         raise UsageError(f"{config.path}: nothing there can be checked")
     from gemma_trainer import export_check

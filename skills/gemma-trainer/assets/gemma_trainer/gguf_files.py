@@ -68,6 +68,14 @@ def value(reader, key: str, default=None):
     return default if field is None else field.contents()
 
 
+def rendered(template: str, messages: list[dict], tools: list | None = None) -> str:
+    """The prompt that a chat template makes, as transformers renders it."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    how = {"chat_template": template, "add_generation_prompt": True, "bos_token": "<bos>"}
+    return render_jinja_template(conversations=[messages], tools=tools, **how)[0][0]
+
+
 def types_in(reader) -> str:
     """The types of a file's tensors with their share of its bytes, largest first: `Q4_K 61 %, Q6_K 38 %, F32 1 %`."""
     sizes: dict[str, int] = {}

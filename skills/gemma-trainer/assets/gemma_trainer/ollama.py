@@ -14,7 +14,7 @@ import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
-from . import artefacts, gguf_files, metadata, models
+from . import artefacts, gguf_check, gguf_files, metadata, models
 from .errors import CannotLoad, DataError, EnvironmentUnfit, UsageError
 from .files import user_path, write_whole
 from .run_check import Finding
@@ -102,21 +102,17 @@ def _create(command: str) -> None:
 
 def _gguf_sources(path: Path) -> tuple[list[Path], Path | None, str, str]:
     """([the file, that of its towers], the folder it was made from, "gemma3" or "gemma4", the chat template)."""
-    place = path if path.is_dir() else path.parent
-    towers = sorted(place.glob("mmproj*.gguf"))
-    files = [path] if path.is_file() else sorted(set(place.glob("*.gguf")) - set(towers))
-    if len(files) != 1:
-        raise UsageError(f"{path}: {len(files)} models are there; name one of {', '.join(file.name for file in files)}")
-    reader = gguf_files.open_gguf(files[0])
+    file, towers = gguf_check.files_of(path)
+    reader = gguf_files.open_gguf(file)
     name = gguf_files.value(reader, "general.architecture")
     if name not in gguf_files.ARCHITECTURES.values():
-        raise CannotLoad(f"{files[0]}: {name} is no language model of a supported Gemma")
+        raise CannotLoad(f"{file}: {name} is no language model of a supported Gemma")
     template = gguf_files.value(reader, "tokenizer.chat_template")
     if not template:
-        raise CannotLoad(f"{files[0]} has no chat template: make it with export.py gguf")
+        raise CannotLoad(f"{file} has no chat template: make it with export.py gguf")
     made_from = artefacts.read(path).get("model")
     folder = Path(made_from) if made_from and Path(made_from).is_dir() else None
-    return [files[0], *towers[:1]], folder, "gemma4" if name == "gemma4" else "gemma3", template
+    return [file, towers] if towers else [file], folder, "gemma4" if name == "gemma4" else "gemma3", template
 
 
 def _model_source(path: Path) -> tuple[list[Path], Path, str, str]:
@@ -142,21 +138,13 @@ def compare(template: str, family: str) -> list[Finding]:
     findings = []
     for told, messages in CONVERSATIONS.items():
         try:
-            own = rendered(template, messages)
+            own = gguf_files.rendered(template, messages)
         except Exception as problem:  # whatever a template raises on a role that it does not take
             findings.append(Finding(f"prompt, {told}", None, f"the template refuses it ({type(problem).__name__})"))
             continue
         same = own.removeprefix("<bos>") == prompt(messages, family, large)
         findings.append(Finding(f"prompt, {told}", same, "as in training" if same else "another than in training"))
     return findings
-
-
-def rendered(template: str, messages: list[dict]) -> str:
-    """The prompt that a chat template makes, as transformers renders it."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    how = {"chat_template": template, "add_generation_prompt": True, "bos_token": "<bos>"}
-    return render_jinja_template(conversations=[messages], **how)[0][0]
 
 
 def prompt(messages: list[dict], family: str, large: bool) -> str:
@@ -178,7 +166,7 @@ def prompt(messages: list[dict], family: str, large: bool) -> str:
 
 
 def _ends_in_empty_thought(template: str) -> bool:
-    return rendered(template, CONVERSATIONS["one question"]).endswith("<|channel>thought\n<channel|>")
+    return gguf_files.rendered(template, CONVERSATIONS["one question"]).endswith("<|channel>thought\n<channel|>")
 
 
 def modelfile(sources: list[str], family: str, template: str, folder: Path | None) -> str:
