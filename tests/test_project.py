@@ -48,6 +48,7 @@ COMMANDS = {
         ["instruct", "--no-such-flag"],
         ["answers", "absent.jsonl", "--teacher", "demo"],
     ),
+    "export.py": (["merge", "--help"], ["check", "--no-such-flag"], ["check", "absent"]),
     "dataset_prep.py": (["check", "--help"], ["split", "--no-such-flag"], ["check", "absent.jsonl"]),
 }
 
@@ -66,7 +67,7 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True)
     assert "loaded: []" in done.stderr and "Traceback" not in done.stderr, done.stderr
-    other = {"inspect_run.py": 5, "doctor.py": 2}  # no run there; no such file
+    other = {"inspect_run.py": 5, "export.py": 5, "doctor.py": 2}  # no run there; no such file
     assert done.returncode == (other.get(name, code) if code == 3 else code)
 
 

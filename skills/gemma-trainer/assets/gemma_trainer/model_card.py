@@ -52,7 +52,7 @@ A {kind} made by {told} from `{base["name"]}`{_revision(base)}{start} with [TRL]
 - Chat template: {template["version"]}, sha256 `{template["sha256"][:16]}`, saved here; an answer ends with one of the \
 tokens {facts["tokens"]["stop_token_ids"]}
 - Licence of the base model: {base["license"]}
-{own}
+{_merged(facts)}{own}
 All facts are in `training_metadata.json`{warned}.
 
 ## Use
@@ -89,6 +89,16 @@ def _inline(value) -> str:
 
 def _revision(base: dict) -> str:
     return f" (revision `{base['revision']}`)" if base["revision"] else ""
+
+
+def _merged(facts: dict) -> str:
+    """Of a model that an adapter was merged into: how."""
+    if "merged" not in facts:
+        return ""
+    trained = str(facts["training"]["quantization"]).startswith("4-bit")
+    beside = ", beside 4-bit weights" if trained else ""
+    dtype = ", ".join(facts["merged"]["dtype"])
+    return f"- Trained as a LoRA adapter{beside}, and merged into the base's weights ({dtype})\n"
 
 
 def _version(data: dict) -> str:
