@@ -138,5 +138,5 @@ def test_an_adapter_in_the_place_of_a_model_is_told_with_its_base(tmp_path):
     from peft import LoraConfig
 
     LoraConfig(base_model_name_or_path="org/base").save_pretrained(tmp_path)
-    with pytest.raises(CannotLoad, match="is an adapter of org/base: --model is for that"):
+    with pytest.raises(CannotLoad, match="is an adapter of org/base, where a whole model is needed"):
         models.load_config(str(tmp_path))

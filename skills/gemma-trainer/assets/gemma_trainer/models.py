@@ -35,10 +35,10 @@ def load_config(name: str):
     from transformers import AutoConfig
 
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise CannotLoad(f"--model {name}: no such folder")
+        raise CannotLoad(f"{name}: no such folder")
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
-        told = f"{name} is an adapter of {base_of(name)}: --model is for that"
-        raise CannotLoad(f"{told}, --adapter (sft_train.py, dpo_train.py) for this")
+        told = f"{name} is an adapter of {base_of(name)}, where a whole model is needed"
+        raise CannotLoad(f"{told}: give that; sft_train.py and dpo_train.py go on from this with --adapter")
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as problem:  # broken files make transformers raise whatever they happen to hit
@@ -286,18 +286,17 @@ def load_adapter(model, adapter: str):
     Raises:
         CannotLoad: the adapter cannot be read, or belongs to another model.
     """
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
     try:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-        inside = re.compile(r"(\.modules_to_save)?\.default(?=\.)")
-        named = {inside.sub("", name) for name, _ in model.named_parameters()}
-        foreign = [name for name in load_peft_weights(adapter, device="cpu") if name not in named]
+        known = get_peft_model_state_dict(model, save_embedding_layers=True)
+        foreign = [name for name in load_peft_weights(adapter, device="cpu") if name not in known]
     except Exception as problem:
-        raise CannotLoad(f"--adapter {adapter} does not fit the model ({_first_line(problem)})") from None
-    if foreign:  # PEFT passes them over, and the run would go on from the bare model
-        raise CannotLoad(f"--adapter {adapter} does not fit the model: it has no {foreign[0]}")
+        raise CannotLoad(f"adapter {adapter} does not fit the model ({_first_line(problem)})") from None
+    if foreign:  # PEFT passes them over, and the bare model would be taken for the adapted one
+        raise CannotLoad(f"adapter {adapter} does not fit the model: it has no {foreign[0]}")
     return model
 
 
@@ -312,7 +311,7 @@ def load_scorer(name: str, precision):
     config, _ = load_config(base)
     kinds = [str(adapter_config(name).task_type)] if adapted else config.architectures or []
     if not any("SEQ_CLS" in kind or "SequenceClassification" in kind for kind in kinds):
-        raise CannotLoad(f"--model {name} has no reward head: give the folder of a run of reward_train.py")
+        raise CannotLoad(f"{name} has no reward head: give the folder of a run of reward_train.py")
     model = load_model(base, config, precision.torch_dtype, reward=True)
     if adapted:
         model = load_adapter(model, name)
@@ -352,7 +351,7 @@ def _advice(name: str, problem: Exception) -> str:
         return f"{name} is a folder, but no model can be loaded from it ({_first_line(problem)})"
     return (
         f"{name} cannot be loaded: no such folder, not in the local cache, and not to be had from the hub (offline?).\n"
-        f"Give --model the folder of a downloaded model, or go online and run `hf download {name}` once."
+        f"Give the folder of a downloaded model, or go online and run `hf download {name}` once."
     )
 
 
