@@ -17,8 +17,19 @@ import pytest
 import sft_train
 
 from conftest import ASSETS, ask, talk
-from gemma_trainer import cli, demo, evaluation_figures, evaluation_work, few_shots, inference, sources
+from gemma_trainer import (
+    cli,
+    data,
+    demo,
+    evaluation_figures,
+    evaluation_rows,
+    evaluation_work,
+    few_shots,
+    inference,
+    sources,
+)
 from gemma_trainer.collator import MultimodalCollator
+from gemma_trainer.errors import UsageError
 from gemma_trainer.evaluation_book import Book
 from gemma_trainer.flags import InferenceFlags
 from gemma_trainer.likelihood import token_log_probs
@@ -148,6 +159,9 @@ def test_permuted_labels_show_no_difference(tuned, tmp_path, capsys):
 
 def test_a_difference_of_few_rows_is_too_few_to_tell(tuned, tmp_path, capsys):
     flags = ("--limit", "3", "--metrics", "exact", *SHORT)
+    trained = tuned[0].parent / "train.jsonl"
+    code, result, told = run(capsys, "--model", tuned[0], "--output", tmp_path / "in", "--dataset", trained, *flags)
+    assert code == 0 and "the model was trained on these rows" in told
     code, result, told = run(capsys, "--model", tuned[0], "--output", tmp_path / "out", *flags)
     assert code == 0 and result["rows"] == 3 and result["verdict"] == "TOO FEW TO TELL"
     assert "3 of 33 rows, drawn at random" in told and "too few to tell" in result["notes"][-1]
@@ -320,7 +334,8 @@ def test_labels_by_name(tuned, tmp_path, capsys):
     data = write(tmp_path / "rows.jsonl", [*rows_of(HELD[:2]), {"prompt": "Say something.", "completion": "something"}])
     flags = ("--labels", *WORDS, "--metrics", "accuracy", *SHORT)
     code, result, told = run(capsys, "--model", tuned[0], "--dataset", data, "--output", tmp_path / "out", *flags)
-    assert code == 0 and result["metrics"]["accuracy"]["rows"] == 6 and result["confusion"]["labels"] == list(WORDS)
+    assert code == 0 and "trained on these rows" not in told
+    assert result["metrics"]["accuracy"]["rows"] == 6 and result["confusion"]["labels"] == list(WORDS)
     assert "1 rows expect none of the labels" in told
 
 
@@ -358,6 +373,24 @@ def test_two_models_and_one_alone(tuned, model_folder, tmp_path, capsys):
     code, result, _ = run(capsys, *given)
     assert code == 0 and list(result["arms"]) == ["tuned"] and result["verdict"] is None
     assert "difference" not in result["metrics"]["exact"] and "evaluated alone" in result["notes"][0]
+
+
+def test_what_a_run_held_back(tmp_path):
+    data_file = write(tmp_path / "rows.jsonl", rows_of(ASKED))
+    training, held = data.split(sources.open_rows([str(data_file)]), 0.25, 3)
+    arguments = {"dataset": ["rows.jsonl"], "eval_dataset": [], "test_size": 0.25, "seed": 3}
+    facts = {"rows": len(training), "fingerprint": sources.fingerprint([str(data_file)], len(training))}
+    record = {"arguments": arguments, "data": facts, "directory": str(tmp_path), "script": "sft_train"}
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    for model in ("run", "run/checkpoint-1"):
+        config = cli.parse(evaluate.Config, "", "", ["--model", str(tmp_path / model)])
+        found, examples = evaluation_rows.open_heldout(config), evaluation_rows.open_training(config)
+        assert [item.name for item in found.items()] == [held[at]["__source__"][0] for at in range(len(held))]
+        assert [row["prompt"] for row in found.rows] == [row["prompt"] for row in held] and len(examples[0]) == 18
+    write(data_file, rows_of(ASKED[1:]))
+    with pytest.raises(UsageError, match="no longer what the run was trained on"):
+        evaluation_rows.open_heldout(config)
 
 
 # ---- examples before a question

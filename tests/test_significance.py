@@ -56,6 +56,23 @@ def test_the_interval_holds_the_truth_some_95_times_of_100(draw, finish, ends, t
     assert 0.92 * times <= held <= 0.985 * times
 
 
+def test_the_interval_of_many_rows_is_scipys_bca():
+    values = np.random.default_rng(4).lognormal(0, 1.5, 200)  # so skewed that plain percentiles are far off
+    low, high = interval(np.column_stack([values, np.ones(200)]), mean, resamples=10_000, ends=None)
+    options = {"n_resamples": 10_000, "vectorized": True, "rng": 0}
+    found = scipy_stats.bootstrap((values,), np.mean, method="BCa", **options).confidence_interval
+    assert (low, high) == pytest.approx((found.low, found.high), rel=0.012)
+    plain = scipy_stats.bootstrap((values,), np.mean, method="percentile", **options).confidence_interval
+    assert abs(plain.low / found.low - 1) > 0.02 < abs(plain.high / found.high - 1)
+
+
+def test_no_p_is_zero():
+    random = np.random.default_rng(5)
+    values = np.column_stack([random.random(400), np.ones(400)])
+    found = compare(values, values + np.column_stack([1 + random.random(400), np.zeros(400)]), mean, resamples=99)
+    assert found["p"] == 1 / 100
+
+
 @pytest.mark.parametrize("kind", ["shares", "values"])
 def test_no_difference_has_a_uniform_p_and_its_interval_holds_zero(kind):
     random, times, n = np.random.default_rng(2), 400, 40

@@ -12,11 +12,12 @@ from .cli import as_error, note
 from .demo import SAMPLES
 from .errors import CannotLoad, DataError, Interrupted, OutOfMemory, UsageError
 from .evaluation_book import ANSWERS, Book, keep_settings, open_folder
-from .evaluation_rows import Item, Rows, open_heldout, open_training, run_of
+from .evaluation_rows import Item, Rows, files_of, open_heldout, open_training, run_of, trained_on
 from .files import user_path
 from .generation import Question
 from .goals import Goal
 
+FORMAT = 1  # of answers.jsonl: another is not gone on with
 GUARD = SAMPLES / "general.jsonl"
 LESS_MEMORY = "out of memory: lower --batch-size, then --max-len; or load in 4 bits with --quantize 4bit"
 
@@ -196,7 +197,7 @@ def _keep_settings(work: Work) -> None:
     """Keep what the answers depend on."""
     config = work.config
     named = ("limit", "seed", "few_shot", "max_len", "max_new_tokens", "thinking", "precision", "quantize")
-    settings = {name: getattr(config, name) for name in named}
+    settings = {"format": FORMAT} | {name: getattr(config, name) for name in named}
     settings |= {name: _identity(getattr(config, name)) for name in ("model", "against", "judge")}
     settings["dataset"] = work.rows.fingerprint
     settings["shots"] = sources.fingerprint(work.examples[1], len(work.examples[0])) if work.examples else None
@@ -231,8 +232,10 @@ def _tell(work: Work) -> None:
         work.tell(f"{len(expected) - len(named):,} rows expect none of the labels, and are left out of the accuracy")
     if config.few_shot and not work.examples:
         work.tell("no few-shot arm: the run's training data are not at hand (--shots-from FILE)")
+    record = run_of(config.model) or {}
+    if config.dataset and trained_on(record) & files_of(config.dataset):
+        work.tell("the model was trained on these rows: the figures say nothing of how it does on new ones")
     if not work.compared:
-        record = run_of(config.model) or {}
         base = (record.get("model") or {}).get("name") if isinstance(record.get("model"), dict) else None
         work.tell(f"evaluated alone: --against {base or 'MODEL'} compares it with another")
     for name, why in work.why.items():

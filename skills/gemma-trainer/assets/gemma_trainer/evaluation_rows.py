@@ -14,7 +14,7 @@ from .checks import format_of
 from .cli import note
 from .data import DEMO
 from .demo import SAMPLES
-from .errors import Fault, RowError, UsageError
+from .errors import Fault, RowError, TrainerError, UsageError
 from .eval_prompts import read_prompt
 from .generation import Question
 from .preferences import read_preference
@@ -153,6 +153,20 @@ def open_training(config) -> tuple[object, list[str]] | None:
     except Exception as problem:  # whatever is wrong with files that nobody asked for
         note(f"the run's training data cannot be opened for --few-shot: {problem}")
         return None
+
+
+def trained_on(record: dict) -> set[Path]:
+    """The files that a run was trained on, as far as they are at hand."""
+    given = arms.located(record) if isinstance(record.get("arguments"), dict) else {}
+    return files_of([str(SAMPLES / "train.jsonl")] if record.get("demo") else given.get("dataset") or [])
+
+
+def files_of(names) -> set[Path]:
+    """The files that data sources name; none where one of them is no file, or not there."""
+    try:
+        return {path.resolve() for name in names for path in sources.files_of(name)}
+    except TrainerError:
+        return set()
 
 
 def _raw_at(rows, index: int):
