@@ -244,6 +244,8 @@ def test_a_budget_is_kept_and_told(tmp_path, capsys):
         rows = result["rows"]
         code, result, _ = distill(capsys, *arguments, "--resume", "--max-cost", 0.2)  # what was spent before counts
         assert result["rows"] == rows == len(bad.heard)
+        code, result, _ = distill(capsys, *arguments[:5], tmp_path / "none.jsonl", *prices, "--max-cost", 0.01)
+        assert code == 3 and "--max-cost is reached" in result["error"]["message"]
         code, result, _ = distill(capsys, *arguments, "--resume", "--max-cost", 5)
         assert code == 0 and result["rows"] == 10 == len(bad.heard) and result["stopped_by"] is None
         code, result, _ = distill(capsys, "answers", path, "--teacher", bad.url, "--output", output, "--max-cost", 1)

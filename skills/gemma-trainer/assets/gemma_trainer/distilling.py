@@ -260,6 +260,8 @@ def finish(work: Work, prompts: list[Asked], harvest: Harvest, more: dict | None
     requests = requests_of(work, prompts)
     found = ask(work, work.teacher, requests, "answers")
     answered = _weighed(work, prompts, found, harvest)
+    if work.budget.ended and not answered:
+        raise DataError(f"--{work.budget.ended.replace('_', '-')} is reached before a prompt is answered: raise it")
     if config.judge:
         _judge(work, answered)
     rejected_file = write_rows(config, harvest, answered, bool(config.judge))
