@@ -366,6 +366,8 @@ def test_the_rows_pass_the_check(tmp_path, capsys):
         (("--teacher", "http://x", "--check", "{"), 2, "must be a JSON object"),
         (("--teacher", "http://x", "--check", '{"nonsense": 1}'), 2, "unknown check"),
         (("--teacher", "http://x", "--json-schema", "absent.json"), 3, "absent.json"),
+        (("--teacher", "http://x", "--judge", "http://x", "--rubric", "absent.txt"), 3, "absent.txt"),
+        (("--teacher", "http://[::1"), 2, "cannot be read"),
         (("--teacher", "http://x", "--samples", "0"), 2, "--samples must be"),
         (("--teacher", "http://x", "--against", "absent.jsonl"), 3, "absent.jsonl"),
     ],

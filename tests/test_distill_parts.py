@@ -97,7 +97,9 @@ def test_how_long_a_server_asks_to_wait():
     later = datetime.now(UTC) + timedelta(seconds=90)
     assert 85 < retry_after({"retry-after": format_datetime(later, usegmt=True)}) <= 90
     assert retry_after({"retry-after": "1.5"}) == 1.5 and retry_after({"retry-after-ms": "250"}) == 0.25
-    assert [retry_after({"retry-after": value}) for value in ("soon", "-3", "")] == [0, 0, 0] and retry_after({}) == 0
+    assert [retry_after({"retry-after": value}) for value in ("soon", "-3", "", "inf", "nan")] == [
+        0
+    ] * 5 and retry_after({}) == 0
 
 
 @pytest.mark.parametrize(

@@ -91,3 +91,5 @@ def read_rubric(config) -> str:
         return user_path(config.rubric).read_text(encoding="utf-8")
     except OSError as problem:
         raise DataError(f"--rubric {config.rubric}: {problem.strerror}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"--rubric {config.rubric}: text that is not UTF-8") from None

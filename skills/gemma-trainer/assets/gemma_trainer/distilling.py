@@ -40,6 +40,7 @@ class Work:
     judge: object | None  # a teacher that judges; a reward model is loaded when its turn comes
     access: MediaAccess
     path: Path  # of the journal
+    rubric: str  # what a judge that is asked in words is told
     journal: Journal | None = None
     started: float = 0.0
 
@@ -115,7 +116,8 @@ def begin(config, inputs: Sequence[str]) -> Work:
         judge = teacher
     elif config.judge and not is_reward_model(config.judge):
         judge = make_teacher(config.judge, config.judge_model, config, budget)
-    return Work(config, read_rules(config), budget, teacher, judge, access, path, started=time.monotonic())
+    rules, rubric = read_rules(config), read_rubric(config)
+    return Work(config, rules, budget, teacher, judge, access, path, rubric, started=time.monotonic())
 
 
 def read_prompts(work: Work, names: Sequence[str], harvest: Harvest) -> list[Asked]:
@@ -247,6 +249,8 @@ def ask(work: Work, teacher, requests: list[Request], what: str) -> list:
 
 
 def _kept(journal: Journal) -> str:
+    if not journal.replies:
+        return "no answer had come"
     return f"{len(journal.replies):,} answers are kept in {journal.path}; --resume goes on from there"
 
 
@@ -256,6 +260,8 @@ def finish(work: Work, prompts: list[Asked], harvest: Harvest, more: dict | None
     requests = requests_of(work, prompts)
     found = ask(work, work.teacher, requests, "answers")
     answered = _weighed(work, prompts, found, harvest)
+    if work.budget.ended and not answered:
+        raise DataError(f"--{work.budget.ended.replace('_', '-')} is reached before a prompt is answered: raise it")
     if config.judge:
         _judge(work, answered)
     rejected_file = write_rows(config, harvest, answered, bool(config.judge))
@@ -289,8 +295,8 @@ def _judge(work: Work, answered: list[tuple[Asked, list[Candidate]]]) -> None:
     passing = [(asked, one) for asked, candidates in answered for one in candidates if one.fault is None]
     if work.judge:
         work.judge.open()
-        rubric = read_rubric(config)
-        requests = [judge_request(a, one.text, rubric, work.judge.model, config.max_new_tokens) for a, one in passing]
+        judge, longest = work.judge.model, config.max_new_tokens
+        requests = [judge_request(asked, one.text, work.rubric, judge, longest) for asked, one in passing]
         said = ask(work, work.judge, requests, "judged")
         scores = [read_score(reply.text) if isinstance(reply, Reply) else None for reply in said]
     else:

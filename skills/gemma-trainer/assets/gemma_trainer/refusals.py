@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
+from .asked import text_of
 from .cli import note
 from .errors import CannotLoad
 from .replies import Request
-from .rows import strings_in
 
 TRANSIENT = (408, 409, 425, 429)  # and all from 500
 TOO_LONG = re.compile(r"context|too long|too many tokens|maximum .*length|num_ctx", re.IGNORECASE)
 OPTIONAL = ("seed", "temperature", "response_format", "chat_template_kwargs")  # what an answer can be had without
-REPEATED = 16  # letters of the prompt in a server's message, at which it is not told
+REPEATED, SHORT = 16, 4  # letters of the prompt, or of a whole line of it, in a server's message that is not told
 MOST_TOLD = 200  # letters of such a message
 
 
@@ -39,8 +40,13 @@ class Refused(Exception):
         self.code, self.own = code, own
 
 
-def check_answer(status: int, headers: Mapping, content: bytes, teacher, request: Request | None) -> dict:
+def check_answer(
+    status: int, headers: Mapping, content: bytes, teacher, request: Request | None = None, sent: Mapping | None = None
+) -> dict:
     """The JSON of an answer.
+
+    Args:
+        sent: the body of the request, as the server got it.
 
     Raises:
         Again: too many requests, a fault of the server, or no JSON.
@@ -59,7 +65,7 @@ def check_answer(status: int, headers: Mapping, content: bytes, teacher, request
         said, code = str(fault.get("message") or ""), str(fault.get("code") or fault.get("type") or "")
     if status == 200:  # some services answer so when the one behind them fails
         status = int(code) if code.isdecimal() else 500
-    _judge(status, code, said, retry_after(headers), teacher, request)
+    _judge(status, code, said, retry_after(headers), teacher, request, sent or {})
 
 
 def _json(content: bytes):
@@ -67,7 +73,7 @@ def _json(content: bytes):
         return json.loads(content)
 
 
-def _judge(status: int, code: str, said: str, wait: float, teacher, request: Request | None) -> None:
+def _judge(status: int, code: str, said: str, wait: float, teacher, request: Request | None, sent: Mapping) -> None:
     if status in (401, 402, 404) or code == "insufficient_quota":
         raise CannotLoad(told_of(402 if code == "insufficient_quota" else status, teacher))
     shown = _told(said, request, teacher.key)
@@ -76,18 +82,19 @@ def _judge(status: int, code: str, said: str, wait: float, teacher, request: Req
         raise Again(f"http_{status}", reason, wait)
     if code == "context_length_exceeded" or (status in (400, 413, 422) and TOO_LONG.search(said)):
         raise Refused("too_long_for_teacher", reason, own=True)
-    if status in (400, 422) and (part := _not_taken(said, teacher.left_out)):
-        teacher.left_out.add(part)
-        note(f"{teacher.name} does not take {part}: it is left out from here on.")
+    if status in (400, 422) and (part := _not_taken(said, sent)):
+        if part not in teacher.left_out:
+            teacher.left_out.add(part)
+            note(f"{teacher.name} does not take {part}: it is left out from here on.")
         raise Again(f"http_{status}", reason)
     raise Refused(f"http_{status}", reason)
 
 
-def _not_taken(said: str, left_out: set[str]) -> str | None:
+def _not_taken(said: str, sent: Mapping) -> str | None:
     """The part of a request that a server complains of, and that can be left out."""
-    if "max_completion_tokens" in said and "max_tokens" not in left_out:
+    if "max_completion_tokens" in said and "max_tokens" in sent:
         return "max_tokens"
-    return next((part for part in OPTIONAL if part in said and part not in left_out), None)
+    return next((part for part in OPTIONAL if part in said and part in sent), None)
 
 
 def told_of(status: int, teacher) -> str:
@@ -105,16 +112,19 @@ def told_of(status: int, teacher) -> str:
 def _told(said: str, request: Request | None, key: str | None) -> str:
     """A server's message in short; nothing of one that repeats what it was asked, or the key."""
     said = " ".join(said.split())[:MOST_TOLD]
-    asked = "\n".join(strings_in(request.row.messages)) if request else ""
+    asked = text_of(request.row.messages) if request else ""
+    lines = [line.strip() for line in asked.splitlines() if len(line.strip()) >= SHORT]
     pieces = (said[at : at + REPEATED] for at in range(len(said) - REPEATED + 1))
-    return "" if (key and key in said) or any(piece in asked for piece in pieces) else said
+    repeats = any(piece in asked for piece in pieces) or any(line in said for line in lines)
+    return "" if repeats or (key and key in said) else said
 
 
 def retry_after(headers: Mapping) -> float:
     """Seconds that a server asks to wait, from Retry-After as a number or a date; 0 where it does not say."""
     for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         with contextlib.suppress(ValueError, TypeError):
-            return max(0.0, float(headers.get(name)) * unit)
+            seconds = float(headers.get(name)) * unit
+            return max(0.0, seconds) if math.isfinite(seconds) else 0.0
     with contextlib.suppress(ValueError, TypeError):
         at = parsedate_to_datetime(headers.get("retry-after"))
         return max(0.0, (at.replace(tzinfo=at.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

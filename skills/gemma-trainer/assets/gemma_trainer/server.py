@@ -89,7 +89,7 @@ class ServerTeacher:
         async def once():
             status, headers, content = await self._send(client, "GET", url)
             if status >= 500 or status == 429:
-                check_answer(status, headers, content, self, None)
+                check_answer(status, headers, content, self)
             if status in (401, 403):
                 raise CannotLoad(told_of(status, self))
             with contextlib.suppress(ValueError, RecursionError):
@@ -240,14 +240,14 @@ class ServerTeacher:
         while (held := self.pace.held) > 0:
             await self._sleep(held)
         api = APIS[self.api]
-        status, headers, content = await self._send(client, "POST", self._address(api.chat), self._taken(body))
+        sent = self._taken(body)
+        status, headers, content = await self._send(client, "POST", self._address(api.chat), sent)
         try:
-            data = check_answer(status, headers, content, self, request)
+            data = check_answer(status, headers, content, self, request, sent)
         except Again as problem:
-            if problem.wait:
-                self.pace.hold(problem.wait)
-            if problem.wait > LONG_WAIT:
+            if problem.wait > max(LONG_WAIT, self.pace.held + 1):
                 note(f"{self.name} asks to wait {problem.wait:.0f} s.")
+            self.pace.hold(problem.wait)
             raise
         try:
             return with_counts(request, api.read(data))
