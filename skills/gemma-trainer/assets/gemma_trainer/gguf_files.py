@@ -36,7 +36,7 @@ BLOCK_NAMES = {
 COMPARED = tuple(name for name in BLOCK_NAMES if name.startswith(("self_attn", "mlp")) and name.endswith("_proj"))
 ARCHITECTURES = {"gemma3": "gemma3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4"}
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.weight")
-TOWER = re.compile(r"(vision|audio|multi_modal|embed_(vision|audio))")
+TOWER = re.compile("vision|audio|multi_modal")
 BOUNDS = (".input_max", ".input_min", ".output_max", ".output_min")  # of clipped layers, infinite where none is set
 # Where in a block of bytes its scales stand, as 16-bit floats: the only numbers of it that can fail to be one. Source:
 # llama.cpp's ggml-common.h, block_q*.

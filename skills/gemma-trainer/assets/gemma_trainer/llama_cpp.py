@@ -90,7 +90,7 @@ def export(config) -> dict:
     _must_have_room(config.output, int(parameters * sum(wanted) / 8))
     name = re.sub(r"[^\w.-]+", "-", folder.resolve().name).strip("-.") or "model"
     with artefacts.new_folder(config.output, "gguf", config.overwrite) as staged:
-        files = _make(tools, folder, staged, name, config, kinds)
+        files, converted = _make(tools, folder, staged, name, config, kinds)
         checks = {file.name: gguf_files.verify(file, folder) for file in files}
         sizes = {file.name: file.stat().st_size for file in files}
         facts = {key: value for key, value in artefacts.read(folder).items() if key != "made"}
@@ -99,7 +99,7 @@ def export(config) -> dict:
         failed = [told for found in checks.values() for told in found if told.passed is False]
         if failed:
             raise _not_the_model(failed[0])
-    return _result(config, sizes, checks, parameters, family.name)
+    return _result(config, sizes, checks, parameters, family.name) | {"converted_bytes": converted}
 
 
 def _not_the_model(finding: Finding) -> TrainerError:
@@ -110,7 +110,7 @@ def _not_the_model(finding: Finding) -> TrainerError:
 
 
 def _must_be_whole(folder: Path):
-    """(family, number of parameters) of a whole model that speaks; raises CannotLoad for anything else."""
+    """(family, parameters of its language model) of a whole model that speaks; raises CannotLoad for anything else."""
     kind = artefacts.kind_of(folder)
     if kind == "adapter":
         raise CannotLoad(
@@ -121,7 +121,8 @@ def _must_be_whole(folder: Path):
     config, family = models.load_config(str(folder))
     if any("SequenceClassification" in name for name in config.architectures or []):
         raise CannotLoad(f"{folder} is a reward model, which llama.cpp does not know: score with reward_score.py")
-    return family, sum(parameter.numel() for parameter in models.skeleton(config).parameters())
+    named = models.skeleton(config).named_parameters()
+    return family, sum(parameter.numel() for name, parameter in named if not gguf_files.TOWER.search(name))
 
 
 def _steps(config, lacking: list[str]) -> str:
@@ -151,8 +152,8 @@ def _must_have_room(output: str | None, needed: int) -> None:
         raise EnvironmentUnfit(f"{place} has room for {mib(free)}, and the files take some {mib(needed)}")
 
 
-def _make(tools: Tools, folder: Path, staged: Path, name: str, config, kinds: list[str]) -> list[Path]:
-    """Write the files into `staged`; of the converted one only what is asked for stays."""
+def _make(tools: Tools, folder: Path, staged: Path, name: str, config, kinds: list[str]) -> tuple[list[Path], int]:
+    """Write the files into `staged`; of the converted one, whose size is told, only what is asked for stays."""
     whole = staged / f"{name}-{config.outtype.upper()}.gguf"
     made = []
     with _fit_for_conversion(folder) as source:
@@ -165,11 +166,12 @@ def _make(tools: Tools, folder: Path, staged: Path, name: str, config, kinds: li
         file = staged / f"{name}-{kind}.gguf"
         _run([tools.quantize, whole, file, kind], f"llama-quantize to {kind}", config.debug)
         made.insert(0, file)
+    converted = whole.stat().st_size
     if kinds and config.outtype.upper() not in kinds:
         whole.unlink()
     else:
         made.insert(0, whole)
-    return made
+    return made, converted
 
 
 def _has_towers(folder: Path) -> bool:
@@ -253,7 +255,10 @@ def _base_tokenizer(folder: Path) -> Path | None:
 
 def _result(config, sizes: dict, checks: dict, parameters: int, family: str) -> dict:
     choices = {kind: int(parameters * bits / 8) for kind, bits in CHOICES.items()}
-    lines = [f"{mib(size):>12}  {name}" for name, size in sizes.items()]
+    lines = []
+    for name, size in sizes.items():
+        bits = "" if name.startswith("mmproj") else f"  ({8 * size / parameters:.1f} bits a weight)"
+        lines.append(f"{mib(size):>12}  {name}{bits}")
     if not config.quantize:
         shown = ", ".join(f"{kind} {mib(size)} ({CHOICES[kind]:.2f} bits)" for kind, size in choices.items())
         lines.append(f"--quantize would make some: {shown}")
