@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import artefacts, gguf_files, models
 from .errors import CannotLoad, EnvironmentUnfit, TrainerError, UsageError
-from .families import modalities
+from .families import modalities, tokenizer_of
 from .files import mib, user_path
 from .run_check import Finding
 
@@ -208,32 +208,58 @@ def _quiet() -> dict:
 def _fit_for_conversion(folder: Path):
     """The folder as the converter takes it: itself, or one of links to its files with what the converter misses.
 
-    Gemma 3 and 3n: the base model's tokenizer.model. Gemma 4: keys of the config that transformers leaves out where
-    they say nothing, `moe_intermediate_size` of a 12B without experts, and the size of full-attention heads that are
-    as large as the others (of no published model); for the latter transformers, which the converter asks, must not
-    know the config, so that the file itself is read.
+    Gemma 3 and 3n: the base model's tokenizer.model. Gemma 4: see `_missed_config` and `_named_tokens`.
     """
-    gemma4 = models.load_config(str(folder))[1].name.startswith("gemma4")
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = written.get("text_config", written)
-    layers = (text.get("per_layer_config") or {}).values()
-    missed = {}
-    if gemma4 and "moe_intermediate_size" not in text:
-        missed["moe_intermediate_size"] = None
-    if gemma4 and "global_head_dim" not in text and not any("head_dim" in layer for layer in layers):
-        missed["global_head_dim"] = text["head_dim"]
-        written.pop("model_type")
-    tokenizer = None if gemma4 else _base_tokenizer(folder)
-    if not missed and tokenizer is None:
+    if not models.load_config(str(folder))[1].name.startswith("gemma4"):
+        written, tokenizer = {}, _base_tokenizer(folder)
+    else:
+        written, tokenizer = _missed_config(folder) | _named_tokens(folder), None
+    if not written and tokenizer is None:
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="gemma-gguf-") as links:
         for file in filter(None, [*folder.resolve().iterdir(), tokenizer]):
-            if file.name != "config.json":
+            if file.name not in written:
                 os.symlink(file, Path(links) / file.name)
-        text |= missed
-        (Path(links) / "config.json").write_text(json.dumps(written), encoding="utf-8")
+        for name, content in written.items():
+            (Path(links) / name).write_text(json.dumps(content), encoding="utf-8")
         yield Path(links)
+
+
+def _missed_config(folder: Path) -> dict[str, dict]:
+    """{"config.json": its content} with the keys that transformers leaves out where they say nothing, if any.
+
+    They are `moe_intermediate_size` of a 12B without experts, and the size of full-attention heads that are as large as
+    the others (of no published model); for the latter transformers, which the converter asks, must not know the config,
+    so that the file itself is read.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    layers = (text.get("per_layer_config") or {}).values()
+    missed = {}
+    if "moe_intermediate_size" not in text:
+        missed["moe_intermediate_size"] = None
+    if "global_head_dim" not in text and not any("head_dim" in layer for layer in layers):
+        missed["global_head_dim"] = text["head_dim"]
+        config.pop("model_type")
+    text |= missed
+    return {"config.json": config} if missed else {}
+
+
+def _named_tokens(folder: Path) -> dict[str, dict]:
+    """{"tokenizer_config.json": its content} with those special tokens that only tokenizer.json calls so, if any: the
+    converter would make words of them, and no prompt would have turns."""
+    file = folder / "tokenizer_config.json"
+    config, _ = models.load_config(str(folder))
+    tokenizer = tokenizer_of(models.load_processor(str(folder), config))
+    known = set(tokenizer.all_special_tokens)
+    unnamed = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content not in known]
+    if not unnamed or not file.is_file():
+        return {}
+    written = json.loads(file.read_text(encoding="utf-8"))
+    more = written.get("extra_special_tokens") or []
+    named = list(more.values()) if isinstance(more, dict) else list(more)  # older files name each
+    return {file.name: written | {"extra_special_tokens": [*named, *unnamed]}}
 
 
 def _base_tokenizer(folder: Path) -> Path | None:
