@@ -48,18 +48,20 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path, file: Path, kind: str = "F32", change=lambda facts: None) -> None:
-    """Write the language model of a folder; `change` may alter {"tensors", "tokens", "template", "architecture",
-    "eos"} before."""
+    """Write the language model of a folder; `change` may alter {"tensors", "tokens", "types", "template",
+    "architecture", "eos"} before."""
     stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     ids = stored["model"]["vocab"] | {token["content"]: token["id"] for token in stored["added_tokens"]}
     template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     facts = {"tensors": tensors_of(folder), "tokens": sorted(ids, key=ids.get), "template": template}
     facts |= {"architecture": "gemma4", "eos": ids["<eos>"], "bos": ids["<bos>"]}
+    special = {token["content"] for token in stored["added_tokens"] if token["special"]}
+    facts["types"] = [TokenType.CONTROL if token in special else TokenType.NORMAL for token in facts["tokens"]]
     change(facts)
     writer = GGUFWriter(file, facts["architecture"])
     writer.add_block_count(4)
     writer.add_token_list(facts["tokens"])
-    writer.add_token_types([TokenType.NORMAL] * len(facts["tokens"]))
+    writer.add_token_types(facts["types"][: len(facts["tokens"])])
     writer.add_eos_token_id(facts["eos"])
     writer.add_bos_token_id(facts["bos"])
     if facts["template"]:
@@ -115,7 +117,8 @@ def _quantize(arguments: list[str]) -> None:
     source, file, kind = arguments
     reader = GGUFReader(source)
     writer = GGUFWriter(file, "gemma4")
-    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id"):
+    for name in ("tokens", "token_type", "eos_token_id", "bos_token_id"):
+        key = f"tokenizer.ggml.{name}"
         value = reader.get_field(key).contents()
         writer.add_array(key, value) if isinstance(value, list) else writer.add_uint32(key, value)
     writer.add_block_count(4)

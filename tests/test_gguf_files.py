@@ -73,6 +73,7 @@ DAMAGE = {
     "vocabulary 2": lambda f: f["tokens"].__setitem__(f["tokens"].index("<turn|>"), "<end>"),
     "vocabulary 3": lambda f: f.update(eos=5),
     "vocabulary 4": lambda f: f.update(tokens=[*f["tokens"][:24], *reversed(f["tokens"][24:])]),
+    "vocabulary 5": lambda f: f["types"].__setitem__(f["tokens"].index("<|turn>"), gguf.TokenType.NORMAL),
     "chat template": lambda f: f.update(template=f["template"] + " "),
     "chat template 2": lambda f: f.update(template=None),
 }
@@ -87,7 +88,7 @@ def token_rows(facts: dict, end: int) -> dict:
 def test_what_is_wrong_with_a_file_is_named(folder, tmp_path, damage):
     stand_in.write(folder, tmp_path / "model.gguf", change=DAMAGE[damage])
     found = failed(gguf_files.verify(tmp_path / "model.gguf", folder))
-    assert found[0] == damage.rstrip(" 234") and len(found) <= 2
+    assert found[0] == damage.rstrip(" 2345") and len(found) <= 2
 
 
 def test_a_file_that_is_cut_off_or_none_is_refused(folder, tmp_path):
@@ -219,6 +220,8 @@ def test_the_converter_is_given_what_it_misses_and_the_folder_stays_as_it_was(fo
     with llama_cpp._fit_for_conversion(folder) as given:
         written = json.loads((given / "config.json").read_text())
         assert given != folder and "model_type" not in written and written["text_config"]["global_head_dim"] == 16
+        named = json.loads((given / "tokenizer_config.json").read_text())["extra_special_tokens"]
+        assert {"<|turn>", "<turn|>", "<|video|>"} <= set(named)  # which the tokenizer has, and does not call special
         assert (given / "model.safetensors").resolve() == (folder / "model.safetensors").resolve()
     assert (folder / "config.json").read_text() == before and models.load_config(str(folder))[1].name == "gemma4"
     assert not given.exists() and ASSETS not in given.parents

@@ -38,19 +38,22 @@ def rows_of_run(run: Path) -> list[dict]:
     """The rows that a run shows samples of, each as `portable`; as many as are still where they were."""
     record = state_of(run_of(run)) or {}
     wanted = {sample["row"] for sample in record.get("samples") or []}
-    places = [(record.get("data") or {}).get("sources"), *([[str(place)] for place in SAMPLES.glob("*heldout.jsonl")])]
-    if wanted:
-        known = arms.located(record)
-        places = [known.get("eval_dataset"), known.get("dataset"), *places]
+    if not wanted:
+        return []
+    known = arms.located(record)
+    places = [known.get("eval_dataset"), known.get("dataset")]
+    if record.get("demo"):
+        places = [[str(path)] for path in SAMPLES.glob("*heldout.jsonl")]
     found: dict[str, dict] = {}
     for names in filter(None, places):
         with contextlib.suppress(TrainerError):  # gone, or changed since
             rows = sources.open_rows(names)
             for index in range(len(rows)):
-                if (name := rows.name(index)) in wanted - set(found):
-                    found[name] = portable(rows[index], name)
                 if len(found) == min(len(wanted), ASKED):
                     return list(found.values())
+                if (name := rows.name(index)) in wanted - set(found):
+                    with contextlib.suppress(RowError):  # cannot be asked, or not kept
+                        found[name] = portable(rows[index], name)
     return list(found.values())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import artefacts, asking, export_check, gguf_files, llama_cpp
 from .answer_checks import normalize
-from .errors import CannotLoad, UsageError
+from .errors import UsageError
 from .files import user_path
 from .media import open_audio, open_image
 from .run_check import Finding
@@ -40,7 +40,8 @@ def check(config) -> dict:
         if tools.completion is None:
             findings.append(Finding("answers", None, "llama-completion not found (LLAMA_CPP, PATH): it was not asked"))
         else:
-            asked = [found for sample in samples if (found := ask(tools, file, towers, sample)) is not None]
+            template = gguf_files.value(gguf_files.open_gguf(file), "tokenizer.chat_template")
+            asked = [found for sample in samples if (found := ask(tools, file, towers, template, sample)) is not None]
             findings.append(_answers(asked, samples, told))
     return export_check.result(str(path), artefacts.kind_of(path), findings, asked)
 
@@ -61,9 +62,13 @@ def files_of(path: Path) -> tuple[Path, Path | None]:
     return files[0], towers[0] if towers and files[0] not in towers else None
 
 
-def ask(tools, file: Path, towers: Path | None, sample: dict) -> dict | None:
+def ask(tools, file: Path, towers: Path | None, template: str, sample: dict) -> dict | None:
     """{"name", "same", "said"} of a sample, None where llama.cpp's programs cannot be asked it: media in any but the
-    one turn, or without towers or llama-mtmd-cli."""
+    one turn, or without towers or llama-mtmd-cli.
+
+    Args:
+        template: the file's chat template, which llama.cpp puts media questions into itself.
+    """
     if "answer" not in sample:
         return None
     messages = sample["row"]["messages"][:-1]
@@ -74,9 +79,6 @@ def ask(tools, file: Path, towers: Path | None, sample: dict) -> dict | None:
             question, media = _question(messages[0]["content"], Path(place))
             said = llama_cpp.answer_about(tools, file, towers, question, media, asking.ANSWER_TOKENS)
     else:
-        template = gguf_files.value(gguf_files.open_gguf(file), "tokenizer.chat_template")
-        if not template:
-            raise CannotLoad(f"{file} has no chat template")
         text = gguf_files.rendered(template, messages, sample["row"].get("tools"))
         said = llama_cpp.answer(tools, file, text.removeprefix("<bos>"), asking.ANSWER_TOKENS)
     return {"name": sample["name"], "same": normalize(said) == normalize(sample["answer"]), "said": said}

@@ -36,12 +36,13 @@ BLOCK_NAMES = {
 COMPARED = tuple(name for name in BLOCK_NAMES if name.startswith(("self_attn", "mlp")) and name.endswith("_proj"))
 ARCHITECTURES = {"gemma3": "gemma3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4"}
 LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.weight")
-TOWER = re.compile(r"(vision|audio|multi_modal|embed_(vision|audio))")
+TOWER = re.compile("vision|audio|multi_modal")
 BOUNDS = (".input_max", ".input_min", ".output_max", ".output_min")  # of clipped layers, infinite where none is set
 # Where in a block of bytes its scales stand, as 16-bit floats: the only numbers of it that can fail to be one. Source:
 # llama.cpp's ggml-common.h, block_q*.
 SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 SCALES |= {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+CONTROL = ([3], [4])  # types of tokens that are found in a prompt whole: llama.cpp's CONTROL and USER_DEFINED
 ROUNDING = {"F32": 1e-6, "F16": 1e-3, "BF16": 8e-3}  # relative, of floats; of the others see `_rounding`
 
 
@@ -279,6 +280,12 @@ def _vocabulary(reader, tokenizer, family) -> Iterator[Finding]:
     if moved or differ > len(own) // 100:
         what = f"{moved[0]} is not at its id" if moved else f"{differ:,} of {len(own):,} tokens are others"
         yield Finding("vocabulary", False, f"another vocabulary: {what}")
+        return
+    types = value(reader, "tokenizer.ggml.token_type") or []
+    plain = [text for text in markers if text in own and types[own.index(text) :][:1] not in CONTROL]
+    if plain:
+        told = f"{plain[0]} is no control token in it: llama.cpp would take it as letters"
+        yield Finding("vocabulary", False, told)
         return
     named = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
     wrong = [name for name, token in named.items() if value(reader, f"tokenizer.ggml.{name}_token_id") != token]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import artefacts, gguf_files, models
 from .errors import CannotLoad, EnvironmentUnfit, TrainerError, UsageError
-from .families import modalities
+from .families import modalities, tokenizer_of
 from .files import mib, user_path
 from .run_check import Finding
 
@@ -90,7 +90,7 @@ def export(config) -> dict:
     _must_have_room(config.output, int(parameters * sum(wanted) / 8))
     name = re.sub(r"[^\w.-]+", "-", folder.resolve().name).strip("-.") or "model"
     with artefacts.new_folder(config.output, "gguf", config.overwrite) as staged:
-        files = _make(tools, folder, staged, name, config, kinds)
+        files, converted = _make(tools, folder, staged, name, config, kinds)
         checks = {file.name: gguf_files.verify(file, folder) for file in files}
         sizes = {file.name: file.stat().st_size for file in files}
         facts = {key: value for key, value in artefacts.read(folder).items() if key != "made"}
@@ -99,7 +99,7 @@ def export(config) -> dict:
         failed = [told for found in checks.values() for told in found if told.passed is False]
         if failed:
             raise _not_the_model(failed[0])
-    return _result(config, sizes, checks, parameters, family.name)
+    return _result(config, sizes, checks, parameters, family.name) | {"converted_bytes": converted}
 
 
 def _not_the_model(finding: Finding) -> TrainerError:
@@ -110,7 +110,7 @@ def _not_the_model(finding: Finding) -> TrainerError:
 
 
 def _must_be_whole(folder: Path):
-    """(family, number of parameters) of a whole model that speaks; raises CannotLoad for anything else."""
+    """(family, parameters of its language model) of a whole model that speaks; raises CannotLoad for anything else."""
     kind = artefacts.kind_of(folder)
     if kind == "adapter":
         raise CannotLoad(
@@ -121,7 +121,8 @@ def _must_be_whole(folder: Path):
     config, family = models.load_config(str(folder))
     if any("SequenceClassification" in name for name in config.architectures or []):
         raise CannotLoad(f"{folder} is a reward model, which llama.cpp does not know: score with reward_score.py")
-    return family, sum(parameter.numel() for parameter in models.skeleton(config).parameters())
+    named = models.skeleton(config).named_parameters()
+    return family, sum(parameter.numel() for name, parameter in named if not gguf_files.TOWER.search(name))
 
 
 def _steps(config, lacking: list[str]) -> str:
@@ -151,8 +152,8 @@ def _must_have_room(output: str | None, needed: int) -> None:
         raise EnvironmentUnfit(f"{place} has room for {mib(free)}, and the files take some {mib(needed)}")
 
 
-def _make(tools: Tools, folder: Path, staged: Path, name: str, config, kinds: list[str]) -> list[Path]:
-    """Write the files into `staged`; of the converted one only what is asked for stays."""
+def _make(tools: Tools, folder: Path, staged: Path, name: str, config, kinds: list[str]) -> tuple[list[Path], int]:
+    """Write the files into `staged`; of the converted one, whose size is told, only what is asked for stays."""
     whole = staged / f"{name}-{config.outtype.upper()}.gguf"
     made = []
     with _fit_for_conversion(folder) as source:
@@ -165,11 +166,12 @@ def _make(tools: Tools, folder: Path, staged: Path, name: str, config, kinds: li
         file = staged / f"{name}-{kind}.gguf"
         _run([tools.quantize, whole, file, kind], f"llama-quantize to {kind}", config.debug)
         made.insert(0, file)
+    converted = whole.stat().st_size
     if kinds and config.outtype.upper() not in kinds:
         whole.unlink()
     else:
         made.insert(0, whole)
-    return made
+    return made, converted
 
 
 def _has_towers(folder: Path) -> bool:
@@ -206,32 +208,58 @@ def _quiet() -> dict:
 def _fit_for_conversion(folder: Path):
     """The folder as the converter takes it: itself, or one of links to its files with what the converter misses.
 
-    Gemma 3 and 3n: the base model's tokenizer.model. Gemma 4: keys of the config that transformers leaves out where
-    they say nothing, `moe_intermediate_size` of a 12B without experts, and the size of full-attention heads that are
-    as large as the others (of no published model); for the latter transformers, which the converter asks, must not
-    know the config, so that the file itself is read.
+    Gemma 3 and 3n: the base model's tokenizer.model. Gemma 4: see `_missed_config` and `_named_tokens`.
     """
-    gemma4 = models.load_config(str(folder))[1].name.startswith("gemma4")
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = written.get("text_config", written)
-    layers = (text.get("per_layer_config") or {}).values()
-    missed = {}
-    if gemma4 and "moe_intermediate_size" not in text:
-        missed["moe_intermediate_size"] = None
-    if gemma4 and "global_head_dim" not in text and not any("head_dim" in layer for layer in layers):
-        missed["global_head_dim"] = text["head_dim"]
-        written.pop("model_type")
-    tokenizer = None if gemma4 else _base_tokenizer(folder)
-    if not missed and tokenizer is None:
+    if not models.load_config(str(folder))[1].name.startswith("gemma4"):
+        written, tokenizer = {}, _base_tokenizer(folder)
+    else:
+        written, tokenizer = _missed_config(folder) | _named_tokens(folder), None
+    if not written and tokenizer is None:
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="gemma-gguf-") as links:
         for file in filter(None, [*folder.resolve().iterdir(), tokenizer]):
-            if file.name != "config.json":
+            if file.name not in written:
                 os.symlink(file, Path(links) / file.name)
-        text |= missed
-        (Path(links) / "config.json").write_text(json.dumps(written), encoding="utf-8")
+        for name, content in written.items():
+            (Path(links) / name).write_text(json.dumps(content), encoding="utf-8")
         yield Path(links)
+
+
+def _missed_config(folder: Path) -> dict[str, dict]:
+    """{"config.json": its content} with the keys that transformers leaves out where they say nothing, if any.
+
+    They are `moe_intermediate_size` of a 12B without experts, and the size of full-attention heads that are as large as
+    the others (of no published model); for the latter transformers, which the converter asks, must not know the config,
+    so that the file itself is read.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    layers = (text.get("per_layer_config") or {}).values()
+    missed = {}
+    if "moe_intermediate_size" not in text:
+        missed["moe_intermediate_size"] = None
+    if "global_head_dim" not in text and not any("head_dim" in layer for layer in layers):
+        missed["global_head_dim"] = text["head_dim"]
+        config.pop("model_type")
+    text |= missed
+    return {"config.json": config} if missed else {}
+
+
+def _named_tokens(folder: Path) -> dict[str, dict]:
+    """{"tokenizer_config.json": its content} with those special tokens that only tokenizer.json calls so, if any: the
+    converter would make words of them, and no prompt would have turns."""
+    file = folder / "tokenizer_config.json"
+    config, _ = models.load_config(str(folder))
+    tokenizer = tokenizer_of(models.load_processor(str(folder), config))
+    known = set(tokenizer.all_special_tokens)
+    unnamed = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content not in known]
+    if not unnamed or not file.is_file():
+        return {}
+    written = json.loads(file.read_text(encoding="utf-8"))
+    more = written.get("extra_special_tokens") or []
+    named = list(more.values()) if isinstance(more, dict) else list(more)  # older files name each
+    return {file.name: written | {"extra_special_tokens": [*named, *unnamed]}}
 
 
 def _base_tokenizer(folder: Path) -> Path | None:
@@ -253,7 +281,10 @@ def _base_tokenizer(folder: Path) -> Path | None:
 
 def _result(config, sizes: dict, checks: dict, parameters: int, family: str) -> dict:
     choices = {kind: int(parameters * bits / 8) for kind, bits in CHOICES.items()}
-    lines = [f"{mib(size):>12}  {name}" for name, size in sizes.items()]
+    lines = []
+    for name, size in sizes.items():
+        bits = "" if name.startswith("mmproj") else f"  ({8 * size / parameters:.1f} bits a weight)"
+        lines.append(f"{mib(size):>12}  {name}{bits}")
     if not config.quantize:
         shown = ", ".join(f"{kind} {mib(size)} ({CHOICES[kind]:.2f} bits)" for kind, size in choices.items())
         lines.append(f"--quantize would make some: {shown}")

@@ -99,7 +99,7 @@ def verify(config, folder: Path, run: Path, base: Path, job: Merge, facts: dict)
     try:
         found, samples = merge_check.compare(folder, run, base, job, facts)
     except (MemoryError, RuntimeError) as problem:
-        if "memory" not in str(problem):
+        if isinstance(problem, RuntimeError) and "memory" not in str(problem):
             raise
         raise OutOfMemory("out of memory as the models were compared: --no-logits leaves that out") from None
     return findings + found, samples

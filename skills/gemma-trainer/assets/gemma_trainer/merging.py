@@ -35,16 +35,13 @@ def base_folder(run: Path, base: str | None, facts: dict) -> tuple[Path, str]:
     Raises:
         CannotLoad: it is not to be had, or is no whole model in full precision.
     """
-    name, known = base or models.base_of(str(run)), facts.get("base_model") or {}
-    folder = Path(name)
-    if not folder.is_dir():
-        models.load_config(name)  # whose advice is the better one
-        from huggingface_hub import snapshot_download
-
-        revision = None if base else known.get("revision")
-        wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "README.md"]
-        folder = Path(models.loading(name, lambda: snapshot_download(name, revision=revision, allow_patterns=wanted)))
-    config, _ = models.load_config(str(folder))
+    adapter_in(run)
+    name, revision = base or models.base_of(str(run)), None if base else (facts.get("base_model") or {}).get("revision")
+    try:
+        folder = Path(name) if Path(name).is_dir() else _downloaded(name, revision)
+        config, _ = models.load_config(str(folder))
+    except CannotLoad as problem:
+        raise CannotLoad(str(problem).replace("--model", "--base")) from None
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         plain = re.sub(r"-(unsloth-)?bnb-4bit$", "", name)
@@ -54,6 +51,15 @@ def base_folder(run: Path, base: str | None, facts: dict) -> tuple[Path, str]:
             f"of full precision: give the model that it was made from with --base{such}"
         )
     return folder, name
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """The folder of a model of the hub, in the local cache."""
+    from huggingface_hub import snapshot_download
+
+    models.load_config(name)  # which tells what to do where it is not to be had
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "README.md"]
+    return Path(models.loading(name, lambda: snapshot_download(name, revision=revision, allow_patterns=wanted)))
 
 
 def adapter_in(run: Path):
@@ -70,6 +76,8 @@ def adapter_in(run: Path):
         whole = checkpoints(run)
         last = f"; its last whole checkpoint is {whole[-1]}" if whole else ""
         raise CannotLoad(f"{run} has no adapter: no model has been saved yet{last}")
+    if not next(run.glob("adapter_model.*"), None):
+        raise CannotLoad(f"{run} has an adapter_config.json, but no weights (adapter_model.safetensors)")
     config = models.adapter_config(str(run))
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     began = str(getattr(config, "init_lora_weights", "")).lower()

@@ -177,7 +177,8 @@ def _names_a_path(content: str) -> bool:
     while values:
         value = values.pop()
         values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-        if isinstance(value, str) and len(value) < 4096 and Path(value).is_absolute() and Path(value).exists():
+        known = isinstance(value, str) and len(value) < 4096 and len(Path(value).parts) > 2
+        if known and Path(value).is_absolute() and Path(value).exists():
             return True
     return False
 
