@@ -246,4 +246,4 @@ def test_of_several_ranks_the_first_one_tells_and_errors_name_theirs(monkeypatch
     shown = capsys.readouterr()
     assert code == 2 and shown.out == "" and shown.err.startswith(f"{ranks.name()}error: unrecognized")
     assert "unrecognized" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
-    assert cli.as_error(RuntimeError("Connection closed by peer"), True).args[0].startswith("another process")
+    assert cli.as_error(RuntimeError("Connection closed by peer")).args[0].startswith("another process")

@@ -19,7 +19,7 @@
 #     "pyyaml>=6",
 #     "regex>=2024.5.15",
 #     "rensa>=0.5,<1",
-#     "rouge-score>=0.1.2",
+#     "rapidfuzz>=3.9",
 #     "sacrebleu>=2.5",
 #     "scipy>=1.14",
 #     "soundfile>=0.13",
@@ -58,6 +58,7 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class DataFlags:
+    less_memory = "lower --num-workers, or split the file"
     data: tuple[str, ...] = words("files, folders or globs (.jsonl .json .csv .parquet), or hub ids org/name[:split]")
     num_workers: int | None = flag(help="processes (default: all cores)")
     json: bool = flag(False, "print the result as one JSON object")

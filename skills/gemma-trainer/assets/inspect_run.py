@@ -19,7 +19,7 @@
 #     "pyyaml>=6",
 #     "regex>=2024.5.15",
 #     "rensa>=0.5,<1",
-#     "rouge-score>=0.1.2",
+#     "rapidfuzz>=3.9",
 #     "sacrebleu>=2.5",
 #     "scipy>=1.14",
 #     "soundfile>=0.13",

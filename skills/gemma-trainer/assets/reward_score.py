@@ -19,7 +19,7 @@
 #     "pyyaml>=6",
 #     "regex>=2024.5.15",
 #     "rensa>=0.5,<1",
-#     "rouge-score>=0.1.2",
+#     "rapidfuzz>=3.9",
 #     "sacrebleu>=2.5",
 #     "scipy>=1.14",
 #     "soundfile>=0.13",
@@ -52,6 +52,7 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class Config:
+    less_memory = "lower --batch-size, then --max-len"
     model: str | None = flag(help="run folder of reward_train.py, or a whole reward model")
     dataset: tuple[str, ...] = flag(
         (), "conversations or pairs: files, folders or globs, or hub ids (default: the bundled held-out pairs)"

@@ -34,9 +34,8 @@ PEER_GONE = (
     "Connection closed by peer|Connection reset by peer|remote process exited|Broken pipe|NCCL communicator was aborted"
 )
 PEER_ENDED = "another process of this run has ended: see what it said, or was killed by"
-LESS_MEMORY = (
-    "lower in this order: --batch-size (raise --grad-accum instead; --auto-batch does both), --max-len, --lora-r"
-)
+
+MORE_MEMORY = "end other programs, or take a machine with more"
 
 
 # ---- parsing
@@ -44,11 +43,9 @@ LESS_MEMORY = (
 
 def build_parser(flags: type, description: str, examples: str, command: str = "") -> argparse.ArgumentParser:
     """A parser with one flag for each field of the dataclass `flags`, in order."""
-    trains = any(field.name == "auto_batch" for field in dataclasses.fields(flags))
-    codes = getattr(flags, "exit_codes", EXIT_CODES if trains else EXIT_CODES_DATA)
-    parser = _parser(description, examples, command, codes)
-    if trains:
-        parser.epilog += f"\n\nwhen memory runs out, {LESS_MEMORY}"
+    parser = _parser(description, examples, command, _exit_codes(flags))
+    if hasattr(flags, "less_memory"):
+        parser.epilog += f"\n\nwhen memory runs out, {flags.less_memory}"
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -59,7 +56,12 @@ def build_parser(flags: type, description: str, examples: str, command: str = ""
     return parser
 
 
-def _parser(description: str, examples: str, command: str = "", exit_codes: str = EXIT_CODES_DATA) -> _Parser:
+def _exit_codes(flags: type) -> str:
+    trains = any(field.name == "auto_batch" for field in dataclasses.fields(flags))
+    return getattr(flags, "exit_codes", EXIT_CODES if trains else EXIT_CODES_DATA)
+
+
+def _parser(description: str, examples: str, command: str, exit_codes: str) -> _Parser:
     return _Parser(
         prog=f"{Path(sys.argv[0]).name} {command}".strip(),
         description=description,
@@ -113,7 +115,8 @@ def parse(flags: type, description: str, examples: str, argv: list[str], command
         known = parser.parse_args(_config_arguments(known.config, flags, given) + argv)
     values = {field.name: getattr(known, field.name) for field in dataclasses.fields(flags)}
     several = {field.name for field in dataclasses.fields(flags) if str(field.type).startswith("tuple")}
-    values = {name: tuple(value or ()) if name in several else value for name, value in values.items()}
+    defaults = {field.name: field.default for field in dataclasses.fields(flags)}
+    values |= {name: defaults[name] if values[name] is None else tuple(values[name]) for name in several}
     check_ranges(values)
     return flags(**values)
 
@@ -205,7 +208,7 @@ def run_commands(commands: dict[str, tuple], description: str, examples: str, ar
 
 def _read_command(commands: dict[str, tuple], description: str, examples: str, argv: list[str]):
     if argv[0] not in commands:
-        parser = _parser(description, examples)
+        parser = _parser(description, examples, exit_codes=_exit_codes(next(iter(commands.values()))[1]))
         listed = parser.add_subparsers(title="commands (each has its own --help)", metavar="COMMAND", required=True)
         for name, (_, _, told) in commands.items():
             listed.add_parser(name, help=told)
@@ -234,7 +237,7 @@ def _run(read, argv: list[str]) -> int:
     except BaseException as problem:
         if isinstance(problem, SystemExit) and config is None:  # of --help
             raise
-        error = as_error(problem, hasattr(config, "auto_batch"))
+        error = as_error(problem, config)
         if "--debug" in argv or (config and config.debug):
             traceback.print_exc()
         if ranks.rank() == 0 or not isinstance(error, Interrupted):  # which is the same for all
@@ -279,8 +282,13 @@ def _quiet_environment() -> None:
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
-def as_error(problem: BaseException, trains: bool) -> TrainerError | Interrupted:
-    """The error to tell the user for any exception."""
+def as_error(problem: BaseException, config=None) -> TrainerError | Interrupted:
+    """The error to tell the user for any exception.
+
+    Args:
+        config: the script's flags, whose class may say under `less_memory` what takes less memory.
+    """
+    trains = hasattr(config, "auto_batch")
     if isinstance(problem, TrainerError | Interrupted):
         return problem
     if isinstance(problem, KeyboardInterrupt):
@@ -292,7 +300,7 @@ def as_error(problem: BaseException, trains: bool) -> TrainerError | Interrupted
         return error
     memory = r"out of memory|can(no|')t allocate memory|failed to map segment"
     if isinstance(problem, MemoryError) or re.search(memory, str(problem), re.I):
-        return OutOfMemory(f"out of memory: {LESS_MEMORY if trains else 'lower --num-workers, or split the file'}")
+        return OutOfMemory(f"out of memory: {getattr(config, 'less_memory', MORE_MEMORY)}")
     if is_disk_full(problem):
         return EnvironmentUnfit(
             "no room left on the disk: free some, then run again" + " (with --resume to go on)" * trains

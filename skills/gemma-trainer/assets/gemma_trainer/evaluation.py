@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import sources
-from .cli import as_error, note
+from .cli import note
 from .demo import SAMPLES
-from .errors import CannotLoad, DataError, Interrupted, OutOfMemory, UsageError
+from .errors import CannotLoad, DataError, Interrupted, UsageError
 from .evaluation_book import ANSWERS, Book, keep_settings, open_folder
 from .evaluation_rows import Item, Rows, files_of, open_heldout, open_training, run_of, trained_on
 from .files import user_path
@@ -19,7 +19,6 @@ from .goals import Goal
 
 FORMAT = 1  # of answers.jsonl: another is not gone on with
 GUARD = SAMPLES / "general.jsonl"
-LESS_MEMORY = "out of memory: lower --batch-size, then --max-len; or load in 4 bits with --quantize 4bit"
 
 
 @dataclass
@@ -261,10 +260,6 @@ def run(work: Work) -> None:
     except (KeyboardInterrupt, Interrupted) as problem:
         told = f"stopped; what was answered is kept: go on with --resume --output {work.folder}"
         raise Interrupted(told, getattr(problem, "exit_code", 130)) from None
-    except Exception as problem:
-        if as_error(problem, False).kind != OutOfMemory.kind:
-            raise
-        raise OutOfMemory(LESS_MEMORY) from None
 
 
 def _loads(work: Work) -> list[tuple[list[str], str]]:

@@ -6,9 +6,9 @@ import functools
 
 from .evaluation_book import Book
 from .evaluation_rows import CHAT, CHOICES, PAIR, Item
-from .generation import InBatches, Question, generate, prompts_of
+from .generation import InBatches, Question, generate, prompts_of, stands_alone
 from .inference import Policy
-from .likelihood import choice_log_probs, pair_log_probs, stands_alone, token_log_probs
+from .likelihood import choice_log_probs, pair_log_probs, token_log_probs
 from .rows import SOURCE, read_row
 from .scan import Progress
 

@@ -28,6 +28,10 @@ def word(help: str):
 class TrainingFlags:
     """The flags every training script has."""
 
+    less_memory = (
+        "lower in this order: --batch-size (raise --grad-accum instead; --auto-batch does both), --max-len, --lora-r"
+    )
+
     model: str | None = flag(help="hub id or folder of a Gemma; `demo` is a tiny random Gemma 4")
     dataset: tuple[str, ...] = flag(
         (),
@@ -169,6 +173,8 @@ class CollatorFlags:
 @dataclass(frozen=True)
 class InferenceFlags:
     """How a model that speaks is loaded and asked (`inference.load_policy`)."""
+
+    less_memory = "lower --batch-size, then --max-len; or load in 4 bits with --quantize 4bit"
 
     max_len: int = flag(2048, "most tokens in a row, media tokens included")
     batch_size: int = flag(8, "rows at a time; halved where memory runs out")

@@ -138,6 +138,15 @@ def _read_answer(tokenizer, made: list[int], stops: list[int]) -> Answer:
     return Answer(said, end, end < len(made), reasoning)
 
 
+def stands_alone(collator, media) -> bool:
+    """Whether a row with such media must be alone in its batch, to have the same figures whatever is beside it.
+
+    Gemma 3n's audio tower has no mask where it normalizes and convolves, so that the frames that pad a clip change its
+    last soft tokens (transformers/models/gemma3n/modeling_gemma3n.py, Gemma3nAudioSSCPConvBlock). Others do not.
+    """
+    return collator.family.name == "gemma3n" and any(medium.kind == "audio" for medium in media)
+
+
 class InBatches:
     """Does something for many items, some at a time: as many as memory allows, and the one that fails alone.
 

@@ -16,7 +16,7 @@ import torch
 from .collator import MultimodalCollator
 from .errors import RowError
 from .fsdp import inner_model
-from .generation import InBatches
+from .generation import InBatches, stands_alone
 from .inference import Policy
 from .labels import IGNORE
 from .losses import CHUNK
@@ -116,15 +116,6 @@ def _with_choices(raw: Mapping, choices: Sequence[str]) -> list[dict]:
     messages = asked["messages"][:-1] if row.messages[-1]["role"] == "assistant" else asked["messages"]
     before = [message | {"train": False} if message["role"] == "assistant" else message for message in messages]
     return [asked | {"messages": [*before, {"role": "assistant", "content": choice}]} for choice in choices]
-
-
-def stands_alone(collator: MultimodalCollator, media: Sequence[Media]) -> bool:
-    """Whether a row with such media is alone in its batch, so as to have the same figures whatever is beside it.
-
-    Gemma 3n's audio tower has no mask where it normalizes and convolves, so that the frames that pad a clip change its
-    last soft tokens (transformers/models/gemma3n/modeling_gemma3n.py, Gemma3nAudioSSCPConvBlock). Others do not.
-    """
-    return collator.family.name == "gemma3n" and any(medium.kind == "audio" for medium in media)
 
 
 def _in_batches(policy: Policy, collator: MultimodalCollator, raws: Sequence, batch_size: int) -> Iterator:

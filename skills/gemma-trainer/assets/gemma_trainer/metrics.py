@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .answer_checks import Answer, Check, as_json, last_number, normalize
+from .answer_checks import Answer, Check, as_json, last_number, normalize, same_text
 
 CHRF_ORDER, CHRF_BETA = 6, 2  # letters in the longest n-gram, and the weight of recall: those of chrF2, as in sacrebleu
 UNSPACED = ("Han", "Hira", "Kana", "Thai", "Laoo", "Khmr", "Mymr")
@@ -73,17 +73,11 @@ def words(text: str) -> list[str]:
     return _word().findall(normalize(text))
 
 
-def _same(said: str, expected: str) -> bool:
-    """Whether texts are equal when normalized, or as they are where nothing is left of what is expected."""
-    key = normalize(expected)
-    return normalize(said) == key if key else said.strip() == expected.strip()
-
-
 def _f1(said: str, expected: str) -> float:
     """Harmonic mean of precision and recall of the words, each as often as it occurs (SQuAD, articles kept)."""
     ours, theirs = words(said), words(expected)
     if not ours or not theirs:
-        return float(_same(said, expected))
+        return float(same_text(said, expected))
     return 2 * (Counter(ours) & Counter(theirs)).total() / (len(ours) + len(theirs))
 
 
@@ -93,7 +87,7 @@ def _rouge_l(said: str, expected: str) -> float:
 
     ours, theirs = words(said), words(expected)
     if not ours or not theirs:
-        return float(_same(said, expected))
+        return float(same_text(said, expected))
     return 2 * LCSseq.similarity(ours, theirs) / (len(ours) + len(theirs))
 
 
@@ -316,7 +310,7 @@ def _has_label(wanted: Wanted) -> bool:
 def _table() -> dict[str, Metric]:
     found = [
         _mean_of("exact", lambda answer, wanted: answer.text == wanted.expected.strip(), _has_text),
-        _mean_of("normalized", lambda answer, wanted: _same(answer.text, wanted.expected), _has_text),
+        _mean_of("normalized", lambda answer, wanted: same_text(answer.text, wanted.expected), _has_text),
         _mean_of("f1", lambda answer, wanted: _f1(answer.text, wanted.expected), _has_text),
         _mean_of("numeric", _is_number, lambda wanted: last_number(wanted.expected or "") is not None),
         _mean_of("json_valid", _json_valid, lambda w: w.expected is None or _json_of(w.expected) is not NO_JSON),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import extensions, ranks, unsloth_backend
 from .checkpoints import all_checkpoints, checkpoint_bytes, fault_of, step_of
-from .cli import LESS_MEMORY, PEER_ENDED, as_error, note
+from .cli import PEER_ENDED, as_error, note
 from .collected import collected
 from .data import MAX_CHECKED, Data
 from .errors import Interrupted, OutOfMemory, UsageError
@@ -60,7 +60,7 @@ def within_memory(config, run: Run, attempt):
     except RuntimeError as problem:
         if "No executable batch size" not in str(problem):
             raise
-        raise OutOfMemory(f"out of memory with one row at a time: {LESS_MEMORY}") from None
+        raise OutOfMemory(f"out of memory with one row at a time: {config.less_memory}") from None
 
 
 # ---- model
@@ -330,7 +330,7 @@ def train(config, run: Run, trainer, data: Data) -> None:
     except BaseException as problem:
         status = "interrupted" if isinstance(problem, KeyboardInterrupt | Interrupted) else "failed"
         with contextlib.suppress(OSError):  # the disk may be what failed
-            error = as_error(problem, trains=True)
+            error = as_error(problem, config)
             why = str(error).splitlines()[0]
             if str(error) == PEER_ENDED:
                 why = word_in(run.folder) or why

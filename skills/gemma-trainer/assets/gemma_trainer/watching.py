@@ -19,7 +19,7 @@ from .answer_checks import Answer, Check, error_rate
 from .errors import Interrupted
 from .eval_prompts import Prompt
 from .files import tell
-from .generation import InBatches, generate, prompts_of
+from .generation import InBatches, generate, prompts_of, stands_alone
 
 AT_ONCE = 8  # prompts in a batch, at first
 RATES = {"max_wer": "wer", "max_cer": "cer"}  # checks whose measure is logged, too
@@ -105,8 +105,11 @@ class WatchAnswers(transformers.TrainerCallback):
     def _answers(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer | str]]:
         """(name, answer or why there is none) of each prompt."""
         stopping = self.trainer.all_stopping if spread else self.trainer.stopping
-        self._in_batches.work = functools.partial(self._generate, spread=spread)
-        return [(prompt.name, answer) for prompt, answer in self._in_batches(prompts, stopping)]
+        self._in_batches.work = work = functools.partial(self._generate, spread=spread)
+        alone = [prompt for prompt in prompts if stands_alone(self.collator, prompt.question.row.media)]
+        together = [prompt for prompt in prompts if prompt not in alone]
+        found = [*self._in_batches(together, stopping), *InBatches(work, 1)(alone, stopping)]
+        return [(prompt.name, answer) for prompt, answer in found]
 
     def _generate(self, prompts: list[Prompt], spread: bool) -> list[Answer]:
         names = tuple(prompt.name for prompt in prompts)
