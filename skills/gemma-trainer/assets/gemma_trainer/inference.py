@@ -44,7 +44,7 @@ def load_policy(name: str, flags, adapter: bool = True) -> Policy:
     """
     adapted = (Path(name) / "adapter_config.json").is_file()
     facts = (metadata.read(Path(name)) if Path(name).is_dir() else None) or {}
-    if facts.get("task") == "reward" or (adapted and "SEQ_CLS" in str(models.adapter_config(name).task_type)):
+    if metadata.is_reward_model(Path(name)):
         raise CannotLoad(f"{name} is a reward model, which scores and does not speak: see reward_score.py")
     base = models.base_of(name) if adapted else name
     precision = choose(flags.precision)

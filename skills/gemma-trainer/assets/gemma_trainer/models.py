@@ -35,7 +35,7 @@ def load_config(name: str):
     from transformers import AutoConfig
 
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise CannotLoad(f"--model {name}: no such folder")
+        raise CannotLoad(f"{name}: no such folder")
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
         told = f"{name} is an adapter of {base_of(name)}: --model is for that"
         raise CannotLoad(f"{told}, --adapter (sft_train.py, dpo_train.py) for this")
@@ -312,7 +312,7 @@ def load_scorer(name: str, precision):
     config, _ = load_config(base)
     kinds = [str(adapter_config(name).task_type)] if adapted else config.architectures or []
     if not any("SEQ_CLS" in kind or "SequenceClassification" in kind for kind in kinds):
-        raise CannotLoad(f"--model {name} has no reward head: give the folder of a run of reward_train.py")
+        raise CannotLoad(f"{name} has no reward head: give the folder of a run of reward_train.py")
     model = load_model(base, config, precision.torch_dtype, reward=True)
     if adapted:
         model = load_adapter(model, name)
@@ -352,7 +352,7 @@ def _advice(name: str, problem: Exception) -> str:
         return f"{name} is a folder, but no model can be loaded from it ({_first_line(problem)})"
     return (
         f"{name} cannot be loaded: no such folder, not in the local cache, and not to be had from the hub (offline?).\n"
-        f"Give --model the folder of a downloaded model, or go online and run `hf download {name}` once."
+        f"Give the folder of a downloaded model, or go online and run `hf download {name}` once."
     )
 
 
