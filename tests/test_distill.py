@@ -9,6 +9,7 @@ from bad_server import BadServer, Say, distill
 
 from conftest import SAMPLES
 from gemma_trainer import server
+from gemma_trainer.distilled import summary
 from gemma_trainer.sources import open_rows
 
 
@@ -181,8 +182,6 @@ def test_json_answers_are_parsed_mended_checked_and_counted(tmp_path, capsys):
         assert {row["messages"][1]["content"] for row in read(output)} == {'{"name": "Ann", "age": 7}'}
         assert result["rows"] == 5 and result["json"] == {"clean": 3, "fenced": 2, "repaired": 2, "lost": 1}
         assert result["lost_fields"] == {"age": 1} and result["dropped"] == {"wrong_json": 2, "no_json": 1}
-        code, result, _ = distill(capsys, *arguments, "--resume", "--no-repair")
-        assert result["rows"] == 4 and result["dropped"] == {"broken_json": 2, "wrong_json": 1, "no_json": 1}
 
 
 def test_samples_are_sifted_by_checks_and_kept(tmp_path, capsys):
@@ -206,6 +205,7 @@ def test_samples_are_sifted_by_checks_and_kept(tmp_path, capsys):
         assert kept == ["It is 5.", answers[0]] and result["reasons"] == {"check_numeric": 1}
         more = ("--resume", "--keep", "all", "--drop-refusals", "--check", '{"forbidden": ["4"]}')
         code, result, _ = distill(capsys, *arguments, *more)
+        assert "--drop-refusals" not in summary(result)
         kept = [row["messages"][1]["content"] for row in read(tmp_path / "rows.jsonl")]
         assert kept == ["It is 5.", "So 5."] * 2 and result["dropped"]["refusal"] == 3
         code, result, _ = distill(capsys, *arguments, "--resume", "--pairs")
@@ -215,15 +215,17 @@ def test_samples_are_sifted_by_checks_and_kept(tmp_path, capsys):
 
 
 def test_what_is_no_text_for_a_row_is_dropped(tmp_path, capsys):
-    said_of = {"half": "half \ud83d a pair", "control": "and <eos> or <|turn>", "empty": " \n", "fine": "<b>yes</b>",
-               "call": Say(None, message={"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]})}  # fmt: skip
+    calls = {name: {"tool_calls": [{"function": {"name": "f", "arguments": spelled}}]}
+             for name, spelled in (("call", "{"), ("nan", '{"x": NaN}'))}  # fmt: skip
+    said_of = {"half": "half \ud83d a pair", "control": "and <eos> or <|turn>", "empty": " \n", "fine": "<b>yes</b>"}
+    said_of |= {name: Say(None, message=message) for name, message in calls.items()}
     path = write(tmp_path / "p.jsonl", *({"prompt": f"{name}?"} for name in said_of))
     with BadServer(lambda heard: said_of[heard.asked[:-1]]) as bad:
         arguments = ("answers", path, "--teacher", bad.url, "--output", tmp_path / "rows.jsonl", "--samples", 2)
         code, result, _ = distill(capsys, *arguments, "--pairs")
         assert code == 3  # nor is it a wrong answer to learn from
         code, result, _ = distill(capsys, *arguments, "--resume", "--keep", "all")
-    assert code == 0 and result["dropped"] == {"bad_encoding": 2, "control_text": 2, "empty": 2, "bad_tool_call": 2}
+    assert code == 0 and result["dropped"] == {"bad_encoding": 2, "control_text": 2, "empty": 2, "bad_tool_call": 4}
     assert [row["messages"][1]["content"] for row in read(tmp_path / "rows.jsonl")] == ["<b>yes</b>"]
 
 
@@ -253,6 +255,48 @@ def test_a_judge_picks_the_best_and_makes_pairs(tmp_path, capsys):
         code, result, _ = distill(capsys, *arguments, "--resume", "--min-score", 7.5)
     assert result["rows"] == 2 and len(bad.heard) == count  # judged once
     assert result["tokens"]["in"] == 18 * 11
+
+
+def test_a_judge_sees_calls_judges_what_is_alike_once_and_its_address_is_told_without_the_password(tmp_path, capsys):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    call = {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    path = write(tmp_path / "p.jsonl", {"messages": [user("Weather in Rome?")], "tools": [tool]}, {"prompt": "Sing."})
+
+    def answer(heard):
+        if "Judge the last answer" in heard.asked:
+            return "8"
+        return Say(None, message={"tool_calls": [call]}) if "Rome" in heard.asked else "la"
+
+    with BadServer(answer) as bad:
+        judge = bad.url.replace("//", "//me:secret@")
+        arguments = ("answers", path, "--teacher", bad.url, "--output", tmp_path / "rows.jsonl", "--samples", 3,
+                     "--judge", judge)  # fmt: skip
+        code, result, told = distill(capsys, *arguments)
+    asked = [heard.asked for heard in bad.heard if "Judge the last answer" in heard.asked]
+    assert code == 0 and result["rows"] == 2 and len(asked) == 2 == result["requests"]["other"]
+    shown = next(text for text in asked if "Rome" in text)
+    assert '"weather"' in shown.split("<conversation>")[0] and '"weather"' in shown.split("<answer>")[1]
+    assert result["judge"] == {"name": bad.url, "model": "teacher-1"}
+    assert "secret" not in told + json.dumps(result) + (tmp_path / "rows.distill.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["new.jsonl", "new.rejected.jsonl", "new.distill.json"])
+@pytest.mark.parametrize("flag", ["--against", "--eval-file", "--seed-rows"])
+def test_no_file_that_is_read_is_written(tmp_path, capsys, name, flag):
+    kept = write(tmp_path / name, {"prompt": "x y z"})
+    (tmp_path / "topics.txt").write_text("cats")
+    arguments = ("instruct", tmp_path / "topics.txt", "--teacher", "http://x", "--output", tmp_path / "new.jsonl",
+                 "--overwrite")  # fmt: skip
+    code, result, _ = distill(capsys, *arguments, flag, kept)
+    assert code == 2 and "would be written" in result["error"]["message"] and "x y z" in kept.read_text()
+
+
+def test_a_name_in_the_home_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with BadServer(lambda heard: "hi") as bad:
+        path = write(tmp_path / "p.jsonl", {"prompt": "hello there"})
+        code, result, _ = distill(capsys, "answers", path, "--teacher", bad.url, "--output", "~/rows.jsonl")
+    assert code == 0 and (tmp_path / "rows.distill.json").is_file() and result["cost"] is None  # no price, no cost
 
 
 def test_what_need_not_or_must_not_be_asked_is_left_out_before_it_is_paid_for(tmp_path, capsys, media):
@@ -368,6 +412,15 @@ def test_the_rows_pass_the_check(tmp_path, capsys):
         (("--teacher", "http://x", "--json-schema", "absent.json"), 3, "absent.json"),
         (("--teacher", "http://x", "--judge", "http://x", "--rubric", "absent.txt"), 3, "absent.txt"),
         (("--teacher", "http://[::1"), 2, "cannot be read"),
+        (("--teacher", "http://localhost:99999"), 2, "cannot be read"),
+        (("--teacher", "https://x/v1?version=2"), 2, "cannot be read"),
+        (("--teacher", "http://x", "--judge", "ftp://x"), 2, "--judge: a server's address"),
+        (("--teacher", "http://x", "--rubric", "r.txt"), 2, "for a --judge"),
+        (("--teacher", "http://x", "--judge-model", "m"), 2, "for a --judge"),
+        (("--teacher", "http://x", "--judge", "http://x", "--min-margin", "1"), 2, "needs --pairs"),
+        (("--teacher", "http://x", "--pairs", "--samples", "2", "--keep", "all"), 2, "give one of them"),
+        (("--teacher", "http://x", "--temperature", "inf"), 2, "--temperature must be"),
+        (("--teacher", "http://x", "--price-in", "1"), 2, "belong together"),
         (("--teacher", "http://x", "--samples", "0"), 2, "--samples must be"),
         (("--teacher", "http://x", "--against", "absent.jsonl"), 3, "absent.jsonl"),
     ],
@@ -376,3 +429,19 @@ def test_wrong_flags_are_told_before_anything_is_done(tmp_path, capsys, options,
     path = write(tmp_path / "p.jsonl", {"prompt": "hello there"})
     found, result, _ = distill(capsys, "answers", path, "--output", tmp_path / "rows.jsonl", *options)
     assert found == code and told in result["error"]["message"] and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"$ref": "#/$defs/absent"}}},
+        {"properties": {"a": {"$ref": "https://example.com/a.json"}}},
+        {"$ref": "#"},
+    ],
+)
+def test_a_schema_that_refers_to_nothing_is_told_before_it_is_paid_for(tmp_path, capsys, schema):
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    path = write(tmp_path / "p.jsonl", {"prompt": "hello there"})
+    arguments = ("answers", path, "--teacher", "http://x", "--output", tmp_path / "rows.jsonl")
+    code, result, _ = distill(capsys, *arguments, "--json-schema", tmp_path / "schema.json")
+    assert code == 3 and "no JSON Schema" in result["error"]["message"]

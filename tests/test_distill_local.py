@@ -56,6 +56,25 @@ def test_a_model_here_answers_text_pictures_and_clips_and_goes_on_where_it_was(
     assert code == 0 and asked[0] == 6 and output.read_bytes() == first
 
 
+def test_a_model_here_judges_and_writes_instructions(tmp_path, capsys, model_folder, monkeypatch):
+    said = {"number": "7", "ideas": '{"instructions": ["Name three rivers.", "Why do cats purr at night?"]}'}
+    kind = ["number"]
+    monkeypatch.setattr(
+        generation, "_read_answer", lambda tokenizer, tokens, stops: generation.Answer(said[kind[0]], 3, True)
+    )
+    path = write(tmp_path / "p.jsonl", {"prompt": "Name a fruit."}, {"prompt": "What is the colour of the sky?"})
+    with BadServer(lambda heard: "an answer") as bad:
+        arguments = ("--output", tmp_path / "rows.jsonl", "--max-new-tokens", 4, "--judge", model_folder)
+        code, result, told = distill(capsys, "answers", path, "--teacher", bad.url, *arguments, "--min-score", 7)
+    assert code == 0 and result["rows"] == 2 and result["requests"]["other"] == 2, told
+    kind[0] = "ideas"
+    (tmp_path / "topics.txt").write_text("cats")
+    arguments = ("--output", tmp_path / "new.jsonl", "--max-new-tokens", 4, "--count", 2)
+    code, result, told = distill(capsys, "instruct", tmp_path / "topics.txt", "--teacher", model_folder, *arguments)
+    assert code == 0 and result["rows"] == 2 and "--json-schema" not in told
+    assert [row["messages"][0]["content"] for row in read(tmp_path / "new.jsonl")][0] == "Name three rivers."
+
+
 def test_a_reward_model_judges(tmp_path, capsys, model_folder, processor):
     from gemma_trainer import models, precision
     from gemma_trainer.collator import MultimodalCollator
@@ -75,6 +94,8 @@ def test_a_reward_model_judges(tmp_path, capsys, model_folder, processor):
         assert code == 0, told
         code, result, _ = distill(capsys, *arguments, "--output", tmp_path / "rows.jsonl")
     assert result["dropped"] == {} and result["requests"]["other"] == 0
+    code, result, _ = distill(capsys, "answers", path, "--teacher", folder, "--output", tmp_path / "none.jsonl")
+    assert code == 5 and "is a reward model" in result["error"]["message"]
     scorer, own = models.load_scorer(str(folder), precision.choose("fp32"))
     collator = MultimodalCollator(own, 2048, on_bad_media="skip")
     for pair, row in zip(read(tmp_path / "pairs.jsonl"), read(tmp_path / "rows.jsonl"), strict=True):

@@ -117,6 +117,7 @@ def test_what_will_never_be_answered_fails_its_row_alone_and_is_asked_again_on_r
     [
         (Say(status=401, error={"message": "Incorrect API key provided: sk-secret-1"}), "refuses the key (HTTP 401)"),
         (Say(status=404, error="model not found"), "no model teacher-1"),
+        (Say(status=308, headers={"Location": "https://x"}), "it has moved (HTTP 308)"),
         (Say(status=429, error={"code": "insufficient_quota", "message": "pay"}), "nothing left to spend"),
     ],
 )
@@ -160,6 +161,41 @@ def test_a_few_prompts_suffice_to_tell_that_a_server_is_gone(tmp_path, capsys):
         arguments = ("--teacher", bad.url, "--output", tmp_path / "rows.jsonl", "--retries", 1)
         code, result, _ = distill(capsys, "answers", prompts(tmp_path, *words(3)), *arguments)
     assert code == 5 and "answered none of 3 requests: HTTP 502" in result["error"]["message"]
+
+
+def test_a_judge_that_is_gone_ends_the_run_and_the_answers_are_kept(tmp_path, capsys):
+    def answer(heard):
+        return Say(status=503, error="busy") if "Judge the last answer" in heard.asked else "an answer"
+
+    with BadServer(answer) as bad:
+        arguments = ("--teacher", bad.url, "--judge", bad.url, "--output", tmp_path / "rows.jsonl", "--retries", 0)
+        code, result, _ = distill(capsys, "answers", prompts(tmp_path, *words(3)), *arguments)
+    told = result["error"]["message"]
+    assert code == 5 and "answered none of 3 requests: HTTP 503" in told and "3 answers are kept" in told
+
+
+def test_a_limit_that_is_reached_before_there_is_anything_is_told(tmp_path, capsys):
+    prices = ("--price-in", 1000, "--price-out", 1000, "--max-new-tokens", 100, "--concurrency", 1)
+    path = prompts(tmp_path, "hello there")
+    with BadServer(lambda heard: "yes") as bad:
+        arguments = ("--teacher", bad.url, *prices, "--output", tmp_path / "rows.jsonl")
+        code, result, _ = distill(capsys, "instruct", path, *arguments, "--max-cost", 0.01)
+        assert code == 3 and "--max-cost is reached before an instruction is written" in result["error"]["message"]
+        judged = (*arguments, "--judge", bad.url, "--max-cost", 0.15)  # a judge's prompt is longer
+        code, result, _ = distill(capsys, "answers", path, *judged)
+        assert code == 3 and "--max-cost is reached before an answer is judged" in result["error"]["message"]
+        assert len(bad.heard) == 1
+    arguments = ("--teacher", bad.url, "--output", tmp_path / "other.jsonl", "--max-minutes", 1e-5)
+    code, result, _ = distill(capsys, "answers", path, *arguments)  # where nothing listens any more
+    assert code == 5 and "within --max-minutes" in result["error"]["message"]
+
+
+@pytest.mark.parametrize("key", ["sk-\u201cx\u201d", "sk\nx"])
+def test_a_key_that_is_none_is_told_without_it(tmp_path, capsys, monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    arguments = ("--teacher", "http://x", "--output", tmp_path / "rows.jsonl")
+    code, result, told = distill(capsys, "answers", prompts(tmp_path, "hello there"), *arguments)
+    assert code == 2 and "OPENAI_API_KEY is no key" in result["error"]["message"] and key not in told
 
 
 def test_a_server_that_is_not_up_yet_is_waited_for_and_none_is_told(tmp_path, capsys):
@@ -337,10 +373,15 @@ def test_a_journal_is_neither_lost_nor_mixed(tmp_path, capsys):
         assert code == 2 and "--resume goes on" in result["error"]["message"]
         code, result, _ = distill(capsys, *arguments, "--resume", "--temperature", 0.5)
         assert code == 2 and "--temperature was 0.0" in result["error"]["message"]
-        code, result, _ = distill(capsys, *arguments, "--resume", "--max-chars", 3)  # other rules: nothing is asked
-        assert code == 3 and "3 too_long" in result["error"]["message"] and len(bad.heard) == 3
+        code, result, _ = distill(capsys, *arguments, "--resume", "--check", '{"max_characters": 3}')
+        assert code == 3 and "3 check_max_characters" in result["error"]["message"] and len(bad.heard) == 3
     code, result, _ = distill(capsys, *arguments, "--resume")  # the server is gone: it is not needed
     assert code == 0 and output.read_bytes() == first
+    whole = (tmp_path / "rows.journal").read_text()
+    for line in ('{"key": "a", "text": 5}', '{"key": 5, "text": "a"}', '{"key": "a", "text": "b", "tokens_in": "7"}'):
+        (tmp_path / "rows.journal").write_text(f"{whole}{line}\n")
+        code, result, _ = distill(capsys, *arguments, "--resume")
+        assert code == 2 and "rows.journal:5 is no line" in result["error"]["message"]
     (tmp_path / "rows.journal").write_text("not mine\n")
     code, result, _ = distill(capsys, *arguments, "--resume")
     assert code == 2 and "rows.journal:1 is no line" in result["error"]["message"]
@@ -356,6 +397,6 @@ def test_a_huge_answer_and_one_that_is_cut_are_no_rows(tmp_path, capsys):
         return "x " * 1_500_000 if heard.asked == long else "fine"
 
     with BadServer(answer) as bad:
-        arguments = ("--teacher", bad.url, "--output", tmp_path / "rows.jsonl", "--max-chars", 10_000)
+        arguments = ("--teacher", bad.url, "--output", tmp_path / "rows.jsonl", "--check", '{"max_characters": 10000}')
         code, result, _ = distill(capsys, "answers", prompts(tmp_path, long, cut, fine), *arguments)
-    assert code == 0 and result["dropped"] == {"too_long": 1, "cut": 1} and result["rows"] == 1
+    assert code == 0 and result["dropped"] == {"check_max_characters": 1, "cut": 1} and result["rows"] == 1

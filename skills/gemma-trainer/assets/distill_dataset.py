@@ -85,13 +85,10 @@ class DistillFlags(InferenceFlags):
         "such as '{\"max_characters\": 400}'",
         metavar="JSON",
     )
-    min_chars: int = flag(1, "drop shorter answers")
-    max_chars: int | None = flag(help="drop longer answers")
     drop_refusals: bool = flag(False, "drop answers that decline (English ones are known)")
     json_schema: str | None = flag(
         help="answers must be JSON of this schema: the server is asked for it, and they are checked", metavar="FILE"
     )
-    repair: bool = flag(True, "take broken JSON that can be mended")
     judge: str | None = flag(help="what scores answers: a run of reward_train.py, or a model as for --teacher")
     judge_model: str | None = flag(help="name of the model on the judge's server")
     rubric: str | None = flag(help="text file that tells the judge what is good (1 to 10)", metavar="FILE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,11 +31,8 @@ class Rules:
     """What answers are held to. `checks` are for all prompts, as `answer_checks.read_checks` takes them."""
 
     checks: Mapping | None = None
-    min_chars: int = 1
-    max_chars: int | None = None
     drop_refusals: bool = False
     schema: Mapping | None = None
-    repair: bool = True
 
 
 @dataclass
@@ -68,7 +66,7 @@ def weigh(asked: Asked, sample: int, reply: Reply, rules: Rules, tally: Tally) -
     if not candidate.fault and rules.schema is not None:
         candidate.text, candidate.fault = _as_schema(reply.text, rules, tally)
     if not candidate.fault:
-        candidate.fault = _length(candidate.text, reply, rules) or _check(asked, candidate, rules.checks)
+        candidate.fault = _check(asked, candidate, rules.checks)
     return candidate
 
 
@@ -78,8 +76,8 @@ def _unfit(reply: Reply) -> str | None:
     if not reply.text and not reply.tool_calls:
         return "empty"
     try:
-        read_messages([message_of(reply, reply.text)], "assistant")
-    except Fault:
+        json.dumps(read_messages([message_of(reply, reply.text)], "assistant"), allow_nan=False)
+    except (Fault, ValueError):  # the latter of a NaN, which JSON has no form for
         return "bad_tool_call"
     if CONTROL.search(reply.text) or CONTROL.search(reply.reasoning):
         return "control_text"
@@ -97,17 +95,9 @@ def _as_schema(text: str, rules: Rules, tally: Tally) -> tuple[str, str | None]:
     tally.lost_fields.update(parsed.lost)
     if parsed.how == "lost":
         return text, "no_json"
-    if parsed.how == "repaired" and not rules.repair:
-        return text, "broken_json"
     if misfits(parsed.value, rules.schema):
         return text, "wrong_json"
     return canonical(parsed.value, rules.schema), None
-
-
-def _length(text: str, reply: Reply, rules: Rules) -> str | None:
-    if len(text) < rules.min_chars and not reply.tool_calls:
-        return "too_short"
-    return "too_long" if rules.max_chars is not None and len(text) > rules.max_chars else None
 
 
 def _check(asked: Asked, candidate: Candidate, given: Mapping | None) -> str | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 
 from .answer_checks import _schema, read_checks
 from .answer_filters import Rules
 from .errors import DataError, Fault, UsageError
 from .files import user_path
-from .judging import RUBRIC, is_reward_model
+from .judging import RUBRIC
+from .metadata import is_reward_model
 
 
 def check_flags(config) -> None:
@@ -21,20 +24,26 @@ def check_flags(config) -> None:
         raise UsageError("--resume goes on with what is there, --overwrite throws it away: give one of them")
     for name in ("samples", "concurrency", "timeout", "requests_per_minute", "tokens_per_minute", "max_cost", "count"):
         value = getattr(config, name, None)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} must be more than 0, got {value}")
-    for name in ("retries", "temperature", "price_in", "price_out", "min_chars", "min_margin", "seed"):
+    for name in ("retries", "temperature", "price_in", "price_out", "min_margin", "seed"):
         value = getattr(config, name)
-        if value is not None and not value >= 0:
+        if value is not None and not 0 <= value < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
-    if config.max_cost and not (config.price_in or config.price_out):
-        raise UsageError("--max-cost needs --price-in and --price-out, per million tokens")
+    if (config.price_in is None) != (config.price_out is None) or (config.max_cost and config.price_in is None):
+        raise UsageError("--price-in, --price-out (per million tokens) belong together, and --max-cost needs both")
     if config.pairs and config.samples < 2:
         raise UsageError("--pairs needs --samples of 2 or more: a pair is two answers to one prompt")
-    if not config.judge and (config.keep == "best" or config.min_score is not None):
-        raise UsageError("--keep best and --min-score need a --judge")
-    if config.judge and config.rubric and is_reward_model(config.judge):
-        raise UsageError("--rubric is for a judge that is asked in words, and not for a reward model")
+    if config.pairs and config.keep:
+        raise UsageError("--keep is for rows, --pairs writes the best and the worst answer: give one of them")
+    if not config.judge and (config.keep == "best" or config.min_score is not None or config.min_margin):
+        raise UsageError("--keep best, --min-score and --min-margin need a --judge")
+    if config.min_margin and not config.pairs:
+        raise UsageError("--min-margin needs --pairs")
+    if config.min_score is not None and not math.isfinite(config.min_score):
+        raise UsageError(f"--min-score must be a number, got {config.min_score}")
+    if (config.rubric or config.judge_model) and (not config.judge or is_reward_model(Path(config.judge))):
+        raise UsageError("--rubric and --judge-model are for a --judge that is asked in words: no reward model")
 
 
 def read_rules(config) -> Rules:
@@ -48,7 +57,8 @@ def read_rules(config) -> Rules:
     if config.json_schema:
         try:
             schema = _json_flag(user_path(config.json_schema).read_text(encoding="utf-8"), "--json-schema")
-            _schema(schema)
+            _schema(schema).is_valid({})  # which also finds a schema that refers to itself alone
+            _find_refs(schema)
         except OSError as problem:
             raise DataError(f"--json-schema {config.json_schema}: {problem.strerror}") from None
         except Exception as problem:  # jsonschema's errors, and those of what is no UTF-8
@@ -56,7 +66,22 @@ def read_rules(config) -> Rules:
                 raise
             told = (str(problem).splitlines() or [""])[0][:100]
             raise DataError(f"--json-schema {config.json_schema}: no JSON Schema ({told})") from None
-    return Rules(checks, config.min_chars, config.max_chars, config.drop_refusals, schema, config.repair)
+    return Rules(checks, config.drop_refusals, schema)
+
+
+def _find_refs(schema: dict) -> None:
+    """Look up what a schema refers to, before an answer does; raises referencing.exceptions.Unresolvable."""
+    from jsonschema_specifications import REGISTRY
+    from referencing.jsonschema import DRAFT202012
+
+    resource = DRAFT202012.create_resource(schema)
+    resolver = REGISTRY.with_resource(resource.id() or "", resource).resolver(resource.id() or "")
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
+            resolver.lookup(part["$ref"])
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
 def _json_flag(text: str, name: str) -> dict:

@@ -11,7 +11,7 @@ from pathlib import Path
 from .answer_filters import Candidate, Tally, chosen, message_of, pair_of
 from .asked import Asked
 from .errors import DataError, Fault, MediaError
-from .files import write_whole
+from .files import user_path, write_whole
 from .media import MediaAccess
 from .preferences import Preference
 from .rows import Row, read_messages
@@ -54,7 +54,7 @@ def write_rows(config, harvest: Harvest, answered: Answered, judged: bool) -> Pa
     """
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
     again = config.overwrite or config.resume
-    with RowsWriter(config.output, again, access) as writer, Rejects(Path(config.output), again) as rejects:
+    with RowsWriter(config.output, again, access) as writer, Rejects(user_path(config.output), again) as rejects:
         for asked, candidates in answered:
             harvest.dropped.update(candidate.fault for candidate in candidates if candidate.fault)
             _write_prompt(config, harvest, asked, candidates, judged, writer)
@@ -83,7 +83,7 @@ def _write_prompt(config, harvest: Harvest, asked: Asked, candidates: list[Candi
     faults = Counter(candidate.fault for candidate in candidates if candidate.fault)
     code = missing if missing and missing != "none_passes" else next(iter(dict(faults.most_common(1))), "no_answer")
     told = ", ".join(f"{count} {fault}" for fault, count in faults.most_common())
-    harvest.rejected.append(Rejected(asked.name, code, f"{len(candidates)} answers: {told or missing}"))
+    harvest.rejected.append(Rejected(asked.name, code, told or missing))
 
 
 def _rows(config, asked: Asked, candidates: list[Candidate], judged: bool) -> tuple[list[dict], str]:
@@ -110,10 +110,14 @@ def answered_row(asked: Asked, candidate: Candidate, keep_reasoning: bool = True
 # ---- the record
 
 
+def record_path(output: Path) -> Path:
+    """Where the record of rows is written."""
+    return output.with_name(f"{output.stem}.distill.json")
+
+
 def write_record(config, result: dict, settings: dict) -> Path:
     """Write `<stem>.distill.json` beside the rows: teacher, settings, counts and costs."""
-    output = Path(config.output)
-    path = output.with_name(f"{output.stem}.distill.json")
+    path = record_path(user_path(config.output))
     facts = {name: value for name, value in result.items() if name not in ("status", "summary", "record")}
     write_whole(path, json.dumps(facts | {"settings": settings}, indent=1, ensure_ascii=False) + "\n")
     return path
@@ -124,7 +128,7 @@ def summary(result: dict) -> str:
     kind = "pairs" if result["pairs"] else "rows"
     lines = [f"written  {result['rows']:,} {kind} of {result['prompts']:,} prompts: {result['output']}"]
     tokens = result["tokens"]
-    cost = f", cost {result['cost']:.4f}" if result["cost"] else ""
+    cost = f", cost {result['cost']:.4f}" if result["cost"] is not None else ""
     about = f" (estimated for {tokens['estimated']:,} answers)" if tokens["estimated"] else ""
     answered = f"{result['requests']['answered']:,} answers of {result['teacher']['model']}"
     lines.append(f"teacher  {answered}, {tokens['in']:,} tokens in, {tokens['out']:,} out{about}{cost}")
@@ -140,7 +144,7 @@ def summary(result: dict) -> str:
         told = ", ".join(f"{count:,} {how}" for how, count in result["json"].items())
         lost = ", ".join(result["lost_fields"])
         lines.append(f"JSON     {told}" + (f"; fields lost: {lost}" if lost else ""))
-    if result["refusals"]:
+    if result["refusals"] and "refusal" not in result["dropped"]:
         lines.append(f"refusals {result['refusals']:,} answers decline; --drop-refusals leaves them out")
     if result["stopped_by"]:
         told = f"{result['requests']['not_asked']:,} requests were not made; --resume with a higher limit goes on"

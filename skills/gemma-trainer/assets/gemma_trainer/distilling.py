@@ -13,17 +13,18 @@ from .answer_filters import Candidate, Rules, checks_of, weigh
 from .asked import Asked, hashed, read_all
 from .cli import note
 from .distill_inputs import check_flags, read_rubric, read_rules, read_topics
-from .distilled import LICENCE, Harvest, Rejected, answered_row, summary, write_record, write_rows
+from .distilled import LICENCE, Harvest, Rejected, answered_row, record_path, summary, write_record, write_rows
 from .errors import CannotLoad, DataError, Fault, Interrupted, RowError
 from .files import user_path
 from .journal import Journal, must_be_free, settings_of
-from .judging import is_reward_model, judge_request, read_score, reward_scores
+from .judging import JUDGE, judge_request, read_score, reward_scores, with_calls
 from .media import MediaAccess
+from .metadata import is_reward_model
 from .overlaps import find_overlaps
 from .pacing import Budget, estimate_tokens
 from .replies import Failure, Reply, Request
 from .scan import Progress
-from .self_instruct import A_REQUEST, idea_request, write_instructions
+from .self_instruct import A_REQUEST, IDEA, idea_request, write_instructions
 from .targets import messages_row
 from .teachers import make_teacher
 from .writing import check_output, refuse_inputs
@@ -69,7 +70,7 @@ def answers(config) -> dict:
 def instruct(config) -> dict:
     """What `distill_dataset.py instruct` does: new prompts from topics, and the teacher's answers to them; raises as
     `answers` does."""
-    work = begin(config, [config.topics])
+    work = begin(config, config.seed_rows)
     harvest = Harvest()
     topics = read_topics(config.topics)
     seeds = _usable(read_all(list(config.seed_rows), work.access), "--seed-rows")
@@ -90,6 +91,8 @@ def instruct(config) -> dict:
             not config.keep_similar,
             config.max_new_tokens,
         )
+        if not prompts and work.budget.ended:
+            raise _too_early(work, "an instruction is written")
         if not prompts:
             raise DataError(f"{work.teacher.model} wrote no instruction that can be used ({dict(left_out)})")
         if len(prompts) < config.count and not work.budget.ended:
@@ -107,15 +110,16 @@ def begin(config, inputs: Sequence[str]) -> Work:
     path = output.with_name(f"{output.stem}.journal")
     if not config.dry_run:
         check_output(output, config.overwrite or config.resume)
-        refuse_inputs([name for name in inputs if not name.lower().endswith(".txt")], output)
+        rows = [name for name in (*inputs, *config.against, *config.eval_file) if not name.lower().endswith(".txt")]
+        refuse_inputs(rows, output, output.with_name(f"{output.stem}.rejected.jsonl"), record_path(output))
         must_be_free(path, config.resume, config.overwrite)
     budget = Budget(config.price_in or 0.0, config.price_out or 0.0, config.max_cost, config.max_minutes)
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
-    teacher, judge = make_teacher(config.teacher, config.teacher_model, config, budget), None
+    teacher, judge = make_teacher("--teacher", config.teacher, config.teacher_model, config, budget), None
     if (config.judge, config.judge_model) == (config.teacher, config.teacher_model):
         judge = teacher
-    elif config.judge and not is_reward_model(config.judge):
-        judge = make_teacher(config.judge, config.judge_model, config, budget)
+    elif config.judge and not is_reward_model(Path(config.judge)):
+        judge = make_teacher("--judge", config.judge, config.judge_model, config, budget)
     rules, rubric = read_rules(config), read_rubric(config)
     return Work(config, rules, budget, teacher, judge, access, path, rubric, started=time.monotonic())
 
@@ -188,12 +192,12 @@ def forecast(work: Work, prompts: list[Asked], harvest: Harvest, first: Request 
     tokens_out = count * config.max_new_tokens
     if work.judge:
         tokens_in, tokens_out, count = 2 * tokens_in + tokens_out, 2 * tokens_out, 2 * count
-    cost = work.budget.cost(tokens_in, tokens_out)
+    cost = work.budget.cost(tokens_in, tokens_out) if config.price_in is not None else None
     result = {"status": "dry-run", "prompts": len(prompts), "requests": count, "tokens_in": tokens_in,
               "max_tokens_out": tokens_out, "max_cost": cost, "rejected": len(harvest.rejected),
               "reasons": dict(Counter(one.code for one in harvest.rejected)),
               "request": work.teacher.example(example)}  # fmt: skip
-    told = f", at most {cost:.4f} in all" if cost else ""
+    told = f", at most {cost:.4f} in all" if cost is not None else ""
     lines = [
         f"would ask {count:,} requests: about {tokens_in:,} tokens in, at most {tokens_out:,} out{told}",
         f"left out  {len(harvest.rejected):,} prompts: {result['reasons']}" if harvest.rejected else "",
@@ -231,20 +235,21 @@ def ask(work: Work, teacher, requests: list[Request], what: str) -> list:
         CannotLoad, Interrupted: as the teacher does; and where it has answered nothing at all.
     """
     journal = work.journal
-    missing = [request for request in requests if request.key not in journal.replies]
+    missing = list({request.key: request for request in requests if request.key not in journal.replies}.values())
     try:
         if missing:
             teacher.open()
             with Progress(len(missing), what) as progress:
                 teacher.ask(missing, lambda request, found: (journal.add(request.key, found), progress.add(1)))
+        failures = [journal.failures[request.key] for request in missing if request.key in journal.failures]
+        heard = any(key.startswith(JUDGE) == (what == "judged") for key in journal.replies)
+        if not heard and failures and not failures[-1].own:
+            raise CannotLoad(f"{teacher.name} has answered none of {len(failures):,} requests: {failures[-1].reason}")
     except (KeyboardInterrupt, Interrupted) as problem:
         code = getattr(problem, "exit_code", 130)
         raise Interrupted(f"{'interrupted' if code == 130 else 'terminated'}: {_kept(journal)}", code) from None
     except CannotLoad as problem:
         raise CannotLoad(f"{problem}; {_kept(journal)}" if journal.replies else str(problem)) from None
-    failures = [journal.failures[request.key] for request in missing if request.key in journal.failures]
-    if not journal.replies and failures and not failures[-1].own:
-        raise CannotLoad(f"{teacher.name} has answered none of {len(failures):,} requests: {failures[-1].reason}")
     return [journal.replies.get(request.key) or journal.failures.get(request.key) for request in requests]
 
 
@@ -261,14 +266,18 @@ def finish(work: Work, prompts: list[Asked], harvest: Harvest, more: dict | None
     found = ask(work, work.teacher, requests, "answers")
     answered = _weighed(work, prompts, found, harvest)
     if work.budget.ended and not answered:
-        raise DataError(f"--{work.budget.ended.replace('_', '-')} is reached before a prompt is answered: raise it")
+        raise _too_early(work, "a prompt is answered")
     if config.judge:
-        _judge(work, answered)
+        found += _judge(work, answered)
     rejected_file = write_rows(config, harvest, answered, bool(config.judge))
     result = _result(work, prompts, found, harvest) | (more or {})
     result["rejected_file"] = str(rejected_file) if rejected_file else None
     result["record"] = str(write_record(config, result, _settings(work)))
     return result | {"summary": summary(result)}
+
+
+def _too_early(work: Work, what: str) -> DataError:
+    return DataError(f"--{work.budget.ended.replace('_', '-')} is reached before {what}: raise it")
 
 
 def _weighed(work: Work, prompts, found: list, harvest: Harvest) -> list[tuple[Asked, list[Candidate]]]:
@@ -289,14 +298,22 @@ def _weighed(work: Work, prompts, found: list, harvest: Harvest) -> list[tuple[A
     return answered
 
 
-def _judge(work: Work, answered: list[tuple[Asked, list[Candidate]]]) -> None:
-    """Score the answers that pass; one without a score, or with too low a one, does not pass any more."""
+def _judge(work: Work, answered: list[tuple[Asked, list[Candidate]]]) -> list[Failure | None]:
+    """Score the answers that pass; one without a score, or with too low a one, does not pass any more.
+
+    Returns:
+        What became of the requests to the judge that it did not answer.
+    """
     config = work.config
     passing = [(asked, one) for asked, candidates in answered for one in candidates if one.fault is None]
+    said = []
+    if work.judge is not work.teacher:
+        work.teacher.close()  # there may be no room for two
     if work.judge:
         work.judge.open()
         judge, longest = work.judge.model, config.max_new_tokens
-        requests = [judge_request(asked, one.text, work.rubric, judge, longest) for asked, one in passing]
+        told = [(asked, with_calls(one.text, one.reply.tool_calls)) for asked, one in passing]
+        requests = [judge_request(asked, text, work.rubric, judge, longest) for asked, text in told]
         said = ask(work, work.judge, requests, "judged")
         scores = [read_score(reply.text) if isinstance(reply, Reply) else None for reply in said]
     else:
@@ -307,14 +324,20 @@ def _judge(work: Work, answered: list[tuple[Asked, list[Candidate]]]) -> None:
             candidate.fault = "unjudged"
         elif config.min_score is not None and score < config.min_score:
             candidate.fault = "low_score"
+    if work.budget.ended and passing and all(one.score is None for _, one in passing):
+        raise _too_early(work, "an answer is judged")
+    unheard = [one for one in said if not isinstance(one, Reply)]
+    if failed := [one for one in unheard if one]:
+        note(f"{len(failed):,} answers could not be judged; first: {failed[0].reason}")
+    return unheard
 
 
 # ---- the result
 
 
 def _settings(work: Work) -> dict:
-    names = """samples max_len max_new_tokens thinking reasoning seed keep pairs min_margin min_score min_chars
-    max_chars drop_refusals repair check json_schema rubric keep_similar against eval_file judge"""
+    names = """samples max_len max_new_tokens thinking reasoning seed keep pairs min_margin min_score
+    drop_refusals check json_schema rubric keep_similar against eval_file"""
     return {name: getattr(work.config, name) for name in names.split()} | {"temperature": work.temperature}
 
 
@@ -324,9 +347,10 @@ def _result(work: Work, prompts, found, harvest: Harvest) -> dict:
     paid = journal.replies.values()
     tokens = {"in": sum(reply.tokens_in for reply in paid), "out": sum(reply.tokens_out for reply in paid),
               "estimated": sum(reply.estimated for reply in paid)}  # fmt: skip
-    others = sum(key.startswith(("idea-", "judge-")) for key in journal.replies)
+    others = sum(key.startswith((IDEA, JUDGE)) for key in journal.replies)
     failed = sum(isinstance(one, Failure) for one in found)
     teacher = {"name": work.teacher.name, "model": work.teacher.model, "api": work.teacher.api}
+    judge = (work.judge.name, work.judge.model) if work.judge else (config.judge, config.judge)
     return {
         "status": "stopped" if work.budget.ended else "done",
         "output": str(config.output),
@@ -334,11 +358,11 @@ def _result(work: Work, prompts, found, harvest: Harvest) -> dict:
         "pairs": config.pairs,
         "prompts": len(prompts),
         "teacher": teacher,
-        "judge": config.judge and {"name": config.judge, "model": work.judge.model if work.judge else config.judge},
+        "judge": dict(zip(("name", "model"), judge, strict=True)) if config.judge else None,
         "requests": {"answered": answered, "failed": failed, "not_asked": sum(one is None for one in found),
                      "other": others},
         "tokens": tokens,
-        "cost": work.budget.cost_of(paid),
+        "cost": work.budget.cost_of(paid) if config.price_in is not None else None,
         "stopped_by": work.budget.ended,
         "dropped": dict(harvest.dropped.most_common()),
         "unpaired": dict(harvest.unpaired.most_common()),

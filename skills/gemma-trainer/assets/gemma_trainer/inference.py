@@ -44,8 +44,8 @@ def load_policy(name: str, flags, adapter: bool = True) -> Policy:
     """
     adapted = (Path(name) / "adapter_config.json").is_file()
     facts = (metadata.read(Path(name)) if Path(name).is_dir() else None) or {}
-    if facts.get("task") == "reward" or (adapted and "SEQ_CLS" in str(models.adapter_config(name).task_type)):
-        raise CannotLoad(f"{name} is a reward model, which scores and does not speak: see reward_score.py")
+    if metadata.is_reward_model(Path(name)):
+        raise _scores(name)
     base = models.base_of(name) if adapted else name
     precision = choose(flags.precision)
     config, processor, model = _load(base, name, flags, precision, facts)
@@ -67,6 +67,10 @@ def load_policy(name: str, flags, adapter: bool = True) -> Policy:
     return Policy(name, model.eval(), processor, collator, base if adapted and adapter else None)
 
 
+def _scores(name: str) -> CannotLoad:
+    return CannotLoad(f"{name} is a reward model, which scores and does not speak: see reward_score.py")
+
+
 def _load(base: str, name: str, flags, precision, facts: dict):
     """(config, processor, model) of a base model; the processor is the one beside the adapter."""
     if base == "demo":
@@ -76,6 +80,8 @@ def _load(base: str, name: str, flags, precision, facts: dict):
         model = demo.make_model(processor.tokenizer).to(precision.torch_dtype)
         return model.config, processor, model
     config, _ = models.load_config(base)
+    if any("SequenceClassification" in kind for kind in config.architectures or []):  # of a hub id
+        raise _scores(base)
     beside = (Path(name) / "tokenizer.json").is_file()
     processor = models.load_processor(name if beside else base, config)
     trained = str((facts.get("training") or {}).get("quantization"))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from .errors import UsageError
-from .replies import Failure, Reply
+from .replies import Failure, Reply, check_kind
 from .writing import writable
 
 try:
@@ -75,12 +75,14 @@ class Journal:
         try:
             record = json.loads(line)
             if number == 0:
-                check_settings(self.path, record["settings"], settings)
-            elif "failed" in record:
-                self.failures[record["key"]] = Failure(record["failed"], record["reason"])
+                check_settings(self.path, dict(record["settings"]), settings)
+                return
+            key = check_kind(record["key"], str)
+            if "failed" in record:
+                self.failures[key] = Failure(check_kind(record["failed"], str), check_kind(record["reason"], str))
             else:
-                self.replies[record["key"]] = Reply.of(record)
-                self.failures.pop(record["key"], None)
+                self.replies[key] = Reply.of(record)
+                self.failures.pop(key, None)
         except (ValueError, KeyError, TypeError, RecursionError):
             raise damaged(self.path, number + 1) from None
 

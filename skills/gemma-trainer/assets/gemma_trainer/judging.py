@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
-from . import metadata
 from .asked import Asked, hashed
 from .replies import Request
 from .rows import Row
@@ -19,20 +17,7 @@ RUBRIC = """Give 10 to an answer that is right, complete, clear and no longer th
 right; 1 to one that is wrong, does not do what was asked, or is made up."""
 NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)(?:\s*/\s*10)?\s*\.?\s*")
 LOWEST, HIGHEST = 1.0, 10.0
-
-
-def is_reward_model(name: str) -> bool:
-    """Whether a name is the folder of a reward model: a run of reward_train.py, an adapter, or a whole one."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return False
-    if (metadata.read(folder) or {}).get("task") == "reward":
-        return True
-    for file, sign in (("adapter_config.json", "SEQ_CLS"), ("config.json", "ForSequenceClassification")):
-        with contextlib.suppress(OSError):
-            if sign in (folder / file).read_text(encoding="utf-8", errors="replace"):
-                return True
-    return False
+JUDGE = "judge-"  # what the keys of requests to a judge begin with
 
 
 def reward_scores(config, rows: Iterable[dict]) -> Iterator[float | None]:
@@ -47,21 +32,33 @@ def reward_scores(config, rows: Iterable[dict]) -> Iterator[float | None]:
 
 
 def judge_request(asked: Asked, text: str, rubric: str, judge: str, max_tokens: int) -> Request:
-    """The question to a judge about one answer; its key depends on the answer, the rubric and the judge."""
+    """The question to a judge about one answer, told by `with_calls`; its key depends on it, the rubric and the
+    judge."""
     key = hashed("\x1e".join([asked.key, text, rubric, judge]))
-    return Request(f"judge-{key}", judged_row(asked, text, rubric), 0.0, 0, max_tokens)
+    return Request(f"{JUDGE}{key}", judged_row(asked, text, rubric), 0.0, 0, max_tokens)
 
 
 def judged_row(asked: Asked, answer: str, rubric: str) -> Row:
     """A row that shows a conversation, its media in their places, and asks for a number."""
-    blocks = [{"type": "text", "text": "Judge the last answer of this conversation.\n\n<conversation>\n"}]
+    tools = f"<tools>\n{_json(asked.row.tools)}\n</tools>\n\n" if asked.row.tools else ""
+    blocks = [_text(f"Judge the last answer of this conversation.\n\n{tools}<conversation>\n")]
     for message in asked.row.messages:
-        blocks += [_text(f"[{message['role']}]\n"), *blocks_of(message["content"]), _text("\n")]
+        calls = with_calls("", message.get("tool_calls"))
+        blocks += [_text(f"[{message['role']}]\n"), *blocks_of(message["content"]), _text(f"{calls}\n")]
     told = f"</conversation>\n\n<answer>\n{answer}\n</answer>\n\n{rubric.strip()}\n\n"
     blocks.append(_text(f"{told}Reply with one number from {LOWEST:.0f} to {HIGHEST:.0f} and nothing else."))
     joined = _joined(blocks)
     content = joined[0]["text"] if len(joined) == 1 else joined
     return replace(asked.row, messages=[{"role": "user", "content": content}], tools=None)
+
+
+def with_calls(text: str, calls) -> str:
+    """What was said, and the tool calls beside it, for a reader."""
+    return "\n".join(filter(None, (text, _json(calls) if calls else "")))
+
+
+def _json(value) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _text(text: str) -> dict:

@@ -167,6 +167,23 @@ def write(folder: Path, facts: dict) -> None:
     write_whole(folder / "README.md", card(facts, adapter=config.is_file()))
 
 
+def is_reward_model(folder: Path) -> bool:
+    """Whether a folder is one of a reward model: a run of reward_train.py, an adapter, or a whole model."""
+    adapter, config = (_object(folder / name) for name in ("adapter_config.json", "config.json"))
+    kinds = [adapter.get("task_type"), *(config.get("architectures") or [])]
+    scores = any("SEQ_CLS" in str(kind) or "SequenceClassification" in str(kind) for kind in kinds)
+    return scores or (read(folder) or {}).get("task") == "reward"
+
+
+def _object(path: Path) -> dict:
+    """The JSON object of a file; empty where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read(folder: Path) -> dict | None:
     """The facts of a saved model; of one without the file, those in its adapter's config; None where there are none."""
     for name, key in ((FILE, None), ("adapter_config.json", KEY)):

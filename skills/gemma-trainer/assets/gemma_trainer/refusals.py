@@ -16,6 +16,7 @@ from .errors import CannotLoad
 from .replies import Request
 
 TRANSIENT = (408, 409, 425, 429)  # and all from 500
+MOVED = (301, 302, 303, 307, 308)
 TOO_LONG = re.compile(r"context|too long|too many tokens|maximum .*length|num_ctx", re.IGNORECASE)
 OPTIONAL = ("seed", "temperature", "response_format", "chat_template_kwargs")  # what an answer can be had without
 REPEATED, SHORT = 16, 4  # letters of the prompt, or of a whole line of it, in a server's message that is not told
@@ -74,7 +75,7 @@ def _json(content: bytes):
 
 
 def _judge(status: int, code: str, said: str, wait: float, teacher, request: Request | None, sent: Mapping) -> None:
-    if status in (401, 402, 404) or code == "insufficient_quota":
+    if status in (401, 402, 404, *MOVED) or code == "insufficient_quota":
         raise CannotLoad(told_of(402 if code == "insufficient_quota" else status, teacher))
     shown = _told(said, request, teacher.key)
     reason = f"HTTP {status}" + (f": {shown}" if shown else "")
@@ -105,6 +106,10 @@ def told_of(status: int, teacher) -> str:
         return f"{teacher.name} refuses the key (HTTP {status}): {told}"
     if status == 402:
         return f"{teacher.name} says that the account has nothing left to spend"
+    if status in MOVED:
+        return (
+            f"{teacher.name} says that it has moved (HTTP {status}): give the address where it is, such as https://..."
+        )
     wrong = f"no model {teacher.model} there, or the address is none of --api {teacher.api}"
     return f"{teacher.name}: {wrong} (HTTP {status}); see --teacher-model and --api"
 

@@ -45,8 +45,21 @@ class Reply:
 
     @classmethod
     def of(cls, record: Mapping) -> Reply:
+        """What `record` made; raises TypeError where it is none."""
         known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-        return cls(**known | {"tool_calls": tuple(record.get("tool_calls", ()))})
+        reply = cls(**known | {"tool_calls": tuple(record.get("tool_calls", ()))})
+        for text in (reply.text, reply.reasoning):
+            check_kind(text, str)
+        for count in (reply.tokens_in, reply.tokens_out):
+            check_kind(count, int)  # a journal's answers are counted
+        return reply
+
+
+def check_kind(value, kind: type):
+    """The value, which is of that kind; raises TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"no {kind.__name__}")
+    return value
 
 
 @dataclass(frozen=True)

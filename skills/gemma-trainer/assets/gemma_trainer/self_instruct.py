@@ -20,6 +20,7 @@ from .replies import Failure, Reply, Request
 A_REQUEST = 10  # instructions that one request asks for
 TEMPERATURE = 1.0  # so that rounds differ
 EXAMPLES, KNOWN = 3, 8  # instructions that are shown to be like; that are shown so as not to be repeated
+IDEA = "idea-"  # what the keys of requests for instructions begin with
 STALE = 3  # rounds without anything new, after which the teacher has no more to say
 SHORTEST, LONGEST = 8, 4000  # letters of an instruction
 SCHEMA = {
@@ -92,7 +93,7 @@ def idea_request(
         parts.append("Not these, nor anything like them:\n" + "\n".join(f"- {_short(one)}" for one in known))
     parts.append('Reply with JSON only: {"instructions": ["...", "..."]}')
     asked = of_text("\n\n".join(parts), f"topic request {number + 1}")
-    return Request(f"idea-{number}", asked.row, TEMPERATURE, seed + number, max_tokens, SCHEMA)
+    return Request(f"{IDEA}{number}", asked.row, TEMPERATURE, seed + number, max_tokens, SCHEMA)
 
 
 def _short(asked: Asked) -> str:

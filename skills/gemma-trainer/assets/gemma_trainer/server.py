@@ -57,9 +57,14 @@ class ServerTeacher:
             return
         try:
             asyncio.run(self._open())
-        except Again as problem:
+        except (Again, Refused) as problem:
             told = f"{self.name} cannot be reached ({problem}): is it running, and the address right?"
             raise CannotLoad(told) from None
+        except _Ended:
+            raise CannotLoad(f"{self.name} cannot be reached within --max-minutes") from None
+
+    def close(self) -> None:
+        """Nothing is held between two calls."""
 
     async def _open(self) -> None:
         self._begin()
