@@ -3,7 +3,7 @@
 # requires-python = ">=3.11,<3.14"
 # dependencies = [
 #     "accelerate>=1.12,<2",
-#     "gradio>=6.20,<7",
+#     "gradio>=6.31,<7",
 #     "httpx>=0.27,<1",
 #     "librosa>=0.11",
 #     "numpy>=2",
@@ -255,7 +255,6 @@ def launch(asked: argparse.Namespace) -> dict:
     """Load or connect, and open the page; returns what to tell of it."""
     credentials = login(asked.login_env)
     chat = _chat(asked)
-    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     import gradio as gr
 
     app = page(chat)
@@ -267,6 +266,7 @@ def launch(asked: argparse.Namespace) -> dict:
             auth=credentials,
             max_file_size=UPLOAD,
             theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+            css='[aria-label="Share"] { display: none }',  # which is for publishing on Spaces
             footer_links=[],
             run_history=False,
             ssr_mode=False,
@@ -291,6 +291,15 @@ def _chat(asked: argparse.Namespace) -> Chat:
 
     print(f"loading {asked.model}", file=sys.stderr, flush=True)
     return local.load(asked.model, asked.quantize == "4bit")
+
+
+def _quiet_environment() -> None:
+    """Before any heavy import: no telemetry, and no chatter of libraries."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 class _Terminated(BaseException):
@@ -323,6 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asked = parse(argv)
         signal.signal(signal.SIGTERM, _terminate)
+        _quiet_environment()
         sys.stdout = sys.stderr  # stdout has the result alone, none of the libraries' chatter
         facts = launch(asked)
         told = f"{facts['model']}: {facts['share_url'] or facts['url']} (Ctrl-C ends it)"

@@ -6,6 +6,7 @@ import contextlib
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def load(name: str, quantize: bool = False) -> Chat:
         return chat_with("demo", *_demo())
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ChatError(f"--model {name}: no such folder")
+    warnings.filterwarnings("ignore", message=r"Unexpected keyword arguments \['custom_metadata'\]")  # gemma-trainer's
     folder = Path(name).expanduser()
     name = str(folder) if folder.is_dir() else name
     base = _base_of(name) if (folder / "adapter_config.json").is_file() else name

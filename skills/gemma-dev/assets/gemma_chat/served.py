@@ -84,15 +84,22 @@ def _deltas(url: str, asked: dict, headers: dict) -> Iterator[dict]:
             if answer.status_code != 200:
                 answer.read()
                 _check(answer)
+            if "event-stream" not in answer.headers.get("content-type", ""):
+                raise ValueError("no stream")
+            ended = False
             for line in answer.iter_lines():
                 data = line.removeprefix("data:").strip()
                 if not line.startswith("data:") or data == "[DONE]":
+                    ended = ended or data == "[DONE]"
                     continue
                 event = json.loads(data)
                 if event.get("error"):
                     raise ChatError(f"the server says: {_message(event)}")
                 for choice in event.get("choices") or []:
+                    ended = ended or bool(choice.get("finish_reason"))
                     yield choice.get("delta") or {}
+            if not ended:
+                raise ChatError("the server broke off its answer")
 
 
 def _check(answer) -> None:

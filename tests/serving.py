@@ -7,13 +7,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Server:
-    """Answers a chat with `thought`, then `words`, one event each; with `refusal` as an error, if that is set.
+    """Answers a chat with `thought`, then `words`, one event each, `pause` seconds apart; with `refusal` as (status,
+    answer), if that is set; without its end, if `cut`.
 
-    `asked` holds what was asked; `hung_up` is set once a client has gone before the end.
+    `asked` and `keys` hold what came; `hung_up` is set once a client has gone before the end.
     """
 
     def __init__(self):
-        self.thought, self.words, self.refusal, self.pause = "", ["Hello."], None, 0.0
+        self.thought: list[str] = []
+        self.words, self.reasoning_key = ["Hello."], "reasoning_content"
+        self.refusal, self.cut, self.pause = None, False, 0.0
         self.asked: list[dict] = []
         self.keys: list[str | None] = []
         self.hung_up = threading.Event()
@@ -35,14 +38,14 @@ class Server:
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.end_headers()
-                deltas = [{"reasoning_content": word} for word in server.thought.split(" ") if word]
+                thoughts = [{server.reasoning_key: word} for word in server.thought]
                 try:
-                    for delta in [{"role": "assistant"}, *deltas, *({"content": word} for word in server.words)]:
+                    for delta in [{"role": "assistant"}, *thoughts, *({"content": word} for word in server.words)]:
                         event = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
                         self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
                         self.wfile.flush()
                         time.sleep(server.pause)
-                    self.wfile.write(b"data: [DONE]\n\n")
+                    self.wfile.write(b"" if server.cut else b"data: [DONE]\n\n")
                 except OSError:
                     server.hung_up.set()
 
@@ -57,7 +60,7 @@ class Server:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self):
         self._server.shutdown()
