@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -109,14 +110,15 @@ def test_files_that_cannot_be_used_are_told(media_files, file, kinds, told):
 
 
 @pytest.fixture(scope="module")
-def media_files(media):
+def media_files(media, tmp_path_factory):
     import soundfile
 
-    soundfile.write(media / "long.wav", np.zeros(31 * 8000), 8000)
-    soundfile.write(media / "none.wav", np.zeros(10), 16000)
-    (media / "notes.txt").write_text("notes")
-    Image.new("1", (11000, 11000)).save(media / "bomb.png")
-    return media
+    folder = shutil.copytree(media, tmp_path_factory.mktemp("more") / "media")
+    soundfile.write(folder / "long.wav", np.zeros(31 * 8000), 8000)
+    soundfile.write(folder / "none.wav", np.zeros(10), 16000)
+    (folder / "notes.txt").write_text("notes")
+    Image.new("1", (11000, 11000)).save(folder / "bomb.png")
+    return folder
 
 
 # ---- what the page holds, to messages
@@ -379,8 +381,6 @@ finally:
 
 
 def test_the_demo_alone_needs_the_other_skill(tmp_path):
-    import shutil
-
     copied = tmp_path / "gemma-dev" / "assets"
     shutil.copytree(DEV, copied, ignore=shutil.ignore_patterns("__pycache__"))
     alone = "import sys; sys.modules['gemma_trainer'] = None; import gradio_app; sys.exit(gradio_app.main())"

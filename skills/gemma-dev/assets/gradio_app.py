@@ -56,8 +56,7 @@ class _Parser(argparse.ArgumentParser):
         raise ChatError(f"{message} (see {self.prog} --help)", 2)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line, checked; raises ChatError with exit code 2."""
+def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         description=__doc__,
         epilog=EXAMPLES,
@@ -82,6 +81,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--share", action="store_true", help="a public link through gradio.live, for a week; needs --login-env")
     add("--json", action="store_true", help="one JSON object on stdout, once it runs, also for failures")
     add("--debug", action="store_true", help="tracebacks on stderr")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked; raises ChatError with exit code 2."""
+    parser = build_parser()
     asked = parser.parse_args(argv)
     if not (asked.model or asked.endpoint):
         parser.error("give --model or --endpoint; --model demo tries the app without a download")
@@ -328,7 +333,7 @@ def as_error(problem: BaseException) -> ChatError:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    stdout, as_json = sys.stdout, "--json" in argv
+    stdout, as_json, facts = sys.stdout, "--json" in argv, None
     try:
         asked = parse(argv)
         signal.signal(signal.SIGTERM, _terminate)
@@ -345,9 +350,9 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         error = as_error(problem)
         print(f"error: {error}", file=sys.stderr, flush=True)
-        if as_json:
-            facts = {"status": "failed", "exit_code": error.exit_code, "error": {"message": str(error)}}
-            print(json.dumps(facts), file=stdout, flush=True)
+        if as_json and facts is None:
+            failed = {"status": "failed", "exit_code": error.exit_code, "error": {"message": str(error)}}
+            print(json.dumps(failed), file=stdout, flush=True)
         return error.exit_code
     finally:
         sys.stdout = stdout
