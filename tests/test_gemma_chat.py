@@ -139,7 +139,7 @@ def test_thoughts_errors_and_questions_without_an_answer_are_not_sent_again(medi
         said("assistant", "the server is gone", title="Error"),
         said("user", "Stopped?"),
     ]
-    asked = {"text": "Now<turn|>?", "files": [str(media / "one.wav")]}
+    asked = {"text": "Now<turn|>?", "files": [{"path": str(media / "one.wav")}]}  # as gradio has it on a retry
     found = gradio_app.conversation(history, asked, "Be brief.", BOTH)
     assert [(turn["role"], [block.get("text", block["type"]) for block in turn["content"]]) for turn in found] == [
         ("system", ["Be brief."]), ("user", ["image", "First?"]), ("assistant", ["One."]),
@@ -225,11 +225,17 @@ def test_a_run_speaks_with_its_weights_and_its_template(model, model_folder, pro
     assert wanted != last(local.load(str(model_folder)).answer(user("Name a fruit."), 0.0, 8, "off"))
 
 
-def test_a_text_model_takes_no_media(tmp_path):
-    processor = tiny.make_processor("gemma3_text")
-    chat = local.chat_with("tiny", processor, tiny.make_model("gemma3_text", processor))
-    assert chat.kinds == () and chat.thinking == ()
-    assert list(chat.answer(user("Hi"), 0.0, 4, ""))
+@pytest.mark.parametrize(("name", "kinds"), [
+    ("gemma3_text", ()), ("gemma3", ("image",)), ("gemma3n", BOTH), ("gemma4_dense", ("image",)),
+    ("gemma4_unified", BOTH),
+])  # fmt: skip
+def test_every_family_answers_with_what_it_takes(name, kinds, media):
+    processor = tiny.make_processor(name)
+    chat = local.chat_with("tiny", processor, tiny.make_model(name, processor))
+    assert chat.kinds == kinds
+    files = [str(media / {"image": "red.png", "audio": "one.wav"}[kind]) for kind in kinds]
+    messages = gradio_app.conversation([], {"text": "What?", "files": files}, "Be brief.", kinds)
+    assert list(chat.answer(messages, 1.0, 4, chat.thinking[0] if chat.thinking else ""))
 
 
 def test_what_cannot_be_spoken_to_is_told(tmp_path, model_folder, processor, model):

@@ -275,6 +275,18 @@ def test_a_server_that_is_gone_is_told_in_the_page(talk):
         page.page.close()
 
 
+def test_a_question_with_a_picture_can_be_asked_again(connected, server, talk, media):
+    page = talk(connected)
+    page.add(media / "red.png")
+    page.ask("What is it?")
+    page.answered("Hello.")
+    server.words = ["Red."]
+    page.page.get_by_label("Retry").click()
+    page.answered("Red.")
+    first, second = [asked["messages"] for asked in server.asked]
+    assert first == second and first[0]["content"][0]["type"] == "image_url"
+
+
 def test_it_fits_a_narrow_screen(connected, server, talk):
     server.words = ["A long answer in many words, `and_some_code_that_is_rather_long_and_cannot_break(anywhere)`. " * 3]
     page = talk(connected)

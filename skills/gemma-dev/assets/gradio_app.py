@@ -198,13 +198,14 @@ def conversation(history: list[dict], message: dict, system: str, kinds: tuple[s
 
     Args:
         history: gradio's messages: {"role", "content": [{"type": "text" | "file", ...}], "metadata"}.
-        message: {"text", "files": paths}, what is asked now.
+        message: {"text", "files"}, what is asked now; a file is a path or, where it is asked again, {"path": ...}.
 
     Raises:
         ChatError: a file cannot be used, or nothing is asked.
     """
     turns = [{"role": role, "content": _blocks(text, files, kinds)} for role, text, files in _answered(history)]
-    asked = _blocks(message["text"] or "", message["files"], kinds)
+    files = [file["path"] if isinstance(file, dict) else file for file in message["files"]]
+    asked = _blocks(message["text"] or "", files, kinds)
     if not asked:
         raise ChatError("nothing is asked: write something, or add a file")
     first = [{"role": "system", "content": _blocks(system, [], kinds)}] if (system or "").strip() else []

@@ -15,6 +15,9 @@ from . import Chat, ChatError, parts
 TRAINER = Path(__file__).resolve().parents[3] / "gemma-trainer" / "assets"
 # What ends a turn; a tokenizer has those of its generation. Some config files list them only in part.
 ENDS = ("<eos>", "<turn|>", "<|tool_response>", "<end_of_turn>")
+# What is never quantized, by name; small beside the language model, and the first to suffer.
+WHOLE = """lm_head vision_tower audio_tower vision_embedder embed_vision embed_audio multi_modal_projector altup
+router""".split()
 
 
 def load(name: str, quantize: bool = False) -> Chat:
@@ -90,7 +93,7 @@ def _load(base: str, processor_from: str, quantize: bool):
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
-            llm_int8_skip_modules=[r".*lm_head", r".*_tower", r".*embed_(vision|audio)", r".*multi_modal_projector"],
+            llm_int8_skip_modules=[rf".*\b{name}" for name in WHOLE],
         )
     if torch.cuda.is_available():
         options["device_map"] = "auto"
