@@ -65,9 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", help="hub id, folder of a model, a run or an adapter, or demo; with --endpoint its name there")
-    add(
-        "--endpoint", metavar="URL", help="an OpenAI-compatible API, up to and with /v1, to talk to in place of a model"
-    )
+    add("--endpoint", metavar="URL", help="an OpenAI-compatible API to talk to, up to and with /v1")
     add(
         "--api-key-env",
         metavar="NAME",
@@ -115,16 +113,30 @@ def login(variable: str | None) -> tuple[str, str] | None:
 def page(chat: Chat):
     """The app as a gradio.ChatInterface, not launched yet."""
     import gradio as gr
-    from gemma_chat import media
 
-    def check(message, *_):
-        """Refuse files that cannot be used before anything is sent, and leave the message as it is."""
-        try:
-            for file in message["files"] if isinstance(message, dict) else ():
-                media.block(file, chat.kinds)
-        except ChatError as problem:
-            return gr.validate(False, str(problem))
-        return gr.validate(True, "")
+    return gr.ChatInterface(
+        answering(chat),
+        multimodal=bool(chat.kinds),
+        validator=checking(chat) if chat.kinds else None,
+        chatbot=gr.Chatbot(
+            show_label=False,
+            scale=1,
+            buttons=["copy", "copy_all"],
+            placeholder=f"Ask {html.escape(chat.name)} something",
+        ),
+        textbox=_textbox(gr, chat.kinds),
+        additional_inputs=_settings(gr, chat),
+        additional_inputs_accordion=gr.Accordion("Settings", open=False),
+        title=html.escape(chat.name),
+        concurrency_limit=chat.at_once,
+        analytics_enabled=False,
+        api_visibility="private",
+        delete_cache=KEPT,
+    )
+
+
+def answering(chat: Chat):
+    """The function that gradio calls for an answer: it yields the bubbles so far, again and again."""
 
     def answer(message, history, system, temperature, max_tokens, thinking=""):
         message = message if isinstance(message, dict) else {"text": message, "files": []}
@@ -143,25 +155,23 @@ def page(chat: Chat):
             traceback.print_exc()
             yield [*shown, failure(f"it failed ({type(problem).__name__}): see what the app's terminal says")]
 
-    return gr.ChatInterface(
-        answer,
-        multimodal=bool(chat.kinds),
-        validator=check if chat.kinds else None,
-        chatbot=gr.Chatbot(
-            show_label=False,
-            scale=1,
-            buttons=["copy", "copy_all"],
-            placeholder=f"Ask {html.escape(chat.name)} something",
-        ),
-        textbox=_textbox(gr, chat.kinds),
-        additional_inputs=_settings(gr, chat),
-        additional_inputs_accordion=gr.Accordion("Settings", open=False),
-        title=chat.name,
-        concurrency_limit=chat.at_once,
-        analytics_enabled=False,
-        api_visibility="private",
-        delete_cache=KEPT,
-    )
+    return answer
+
+
+def checking(chat: Chat):
+    """The function that gradio calls before anything is sent: where it refuses a file, the message stays as it is."""
+    import gradio as gr
+    from gemma_chat import media
+
+    def check(message):
+        try:
+            for file in message["files"]:
+                media.block(file, chat.kinds)
+        except ChatError as problem:
+            return gr.validate(False, str(problem))
+        return gr.validate(True, "")
+
+    return check
 
 
 def _textbox(gr, kinds: tuple[str, ...]):
@@ -280,9 +290,11 @@ def launch(asked: argparse.Namespace) -> dict:
             prevent_thread_lock=True,
             quiet=True,
         )
-    except OSError as problem:
-        port = f"port {asked.port}" if asked.port else "all ports from 7860 on"
-        raise ChatError(f"{asked.host}, {port}: cannot be opened ({problem})", 4) from None
+    except OSError:
+        port = f"port {asked.port}" if asked.port else "every port from 7860 on"
+        raise ChatError(
+            f"{port} of {asked.host} is taken, or not to be opened: choose another with --port", 4
+        ) from None
     if asked.share and not shared:
         raise ChatError("--share: no link to be had from gradio.live", 4)
     return {"status": "serving", "url": url, "share_url": shared, "model": chat.name, "takes": ["text", *chat.kinds]}
