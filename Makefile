@@ -1,7 +1,7 @@
 PYTHON ?= python3
 SFT = skills/gemma-trainer/assets/sft_train.py
 
-.PHONY: demo test test-newest test-unsloth verify-newest lint clean
+.PHONY: demo test test-newest test-unsloth test-browser pictures verify-newest lint clean
 
 demo: .venv/installed
 	.venv/bin/python $(SFT) --max-len 2048
@@ -14,6 +14,12 @@ test-newest: .venv-newest/installed-test
 
 test-unsloth: .venv-unsloth/installed-test
 	.venv-unsloth/bin/python -m pytest -n 2 --dist loadfile tests/with_unsloth
+
+test-browser: .venv-browser/installed-test
+	.venv-browser/bin/python -m pytest tests/with_browser
+
+pictures: .venv-browser/installed-test
+	.venv-browser/bin/python scripts/pictures.py
 
 verify-newest: .venv/installed .venv-newest/installed-test
 	.venv/bin/python skills/gemma-trainer/assets/verify.py --python .venv-newest/bin/python
@@ -41,5 +47,13 @@ lint: .venv/installed-test
 	.venv-unsloth/bin/python -m pip install -c constraints.txt -e ".[test,unsloth]"
 	touch $@
 
+# gradio takes Pillow up to 12; the Chromium is fetched where the machine has none
+.venv-browser/installed-test: pyproject.toml constraints.txt scripts/chromium.py
+	$(PYTHON) -m venv .venv-browser
+	grep -v "^pillow==" constraints.txt > .venv-browser/constraints.txt
+	.venv-browser/bin/python -m pip install -c .venv-browser/constraints.txt -e ".[test,app,browser]"
+	.venv-browser/bin/python scripts/chromium.py .venv-browser/chromium
+	touch $@
+
 clean:
-	rm -rf .venv .venv-newest .venv-unsloth runs build *.egg-info skills/gemma-trainer/assets/*.egg-info
+	rm -rf .venv .venv-browser .venv-newest .venv-unsloth runs build *.egg-info skills/gemma-trainer/assets/*.egg-info

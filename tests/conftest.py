@@ -16,8 +16,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: a thread 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "skills" / "gemma-trainer" / "assets"
 SAMPLES = ASSETS / "samples"
-sys.path.insert(0, str(ASSETS))
+sys.path[:0] = [str(ASSETS), str(ROOT / "scripts")]
 
+import chromium  # noqa: E402
 import pytest  # noqa: E402
 
 from gemma_trainer import demo  # noqa: E402
@@ -48,6 +49,9 @@ def pytest_terminal_summary(terminalreporter):
 
 # Tests that need Unsloth, and an environment of their own: make test-unsloth
 collect_ignore = [] if find_spec("unsloth") else ["with_unsloth"]
+# Tests that need a browser and gradio, and an environment of their own: make test-browser
+if not (find_spec("playwright") and find_spec("gradio") and chromium.found()):
+    collect_ignore.append("with_browser")
 
 
 @pytest.fixture(scope="session")
