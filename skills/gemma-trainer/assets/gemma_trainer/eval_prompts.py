@@ -41,7 +41,7 @@ def read_prompts(file: str) -> list[Prompt]:
     """
     rows = sources.open_rows([file])
     if len(rows) > MAX_PROMPTS:
-        raise DataError(f"--eval-prompts {file}: {len(rows):,} prompts, at most {MAX_PROMPTS:,} are answered")
+        raise DataError(f"{file}: {len(rows):,} prompts, at most {MAX_PROMPTS:,} are answered")
     table = file.endswith(".parquet")
     prompts = [read_prompt(rows[index], rows.name(index), table) for index in range(len(rows))]
     seen: set[str] = set()

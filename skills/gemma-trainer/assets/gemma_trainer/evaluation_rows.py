@@ -161,6 +161,11 @@ def trained_on(record: dict) -> set[Path]:
     return files_of([str(SAMPLES / "train.jsonl")] if record.get("demo") else given.get("dataset") or [])
 
 
+def began_from(record: dict) -> str | None:
+    """The adapter that a run went on training."""
+    return arms.located(record).get("adapter") if isinstance(record.get("arguments"), dict) else None
+
+
 def files_of(names) -> set[Path]:
     """The files that data sources name; none where one of them is no file, or not there."""
     try:
