@@ -129,6 +129,18 @@ def _sides(book: Book, arm: str, measure: str, at: int) -> list[tuple[float, int
     return found if found and all(math.isfinite(log_prob) for log_prob, _ in found) else None
 
 
+def cut_alike(book: Book) -> bool:
+    """Whether base and tuned cut texts into the same number of tokens, so that figures per token can be compared."""
+
+    def counts(arm: str, measure: str, at: int) -> list[int]:
+        found = book.found.get((arm, measure, at), {})
+        return [tokens for _, tokens in found.get("sides", ())] or [len(found.get("log_probs", ()))]
+
+    both = [key[1:] for key in book.found if key[0] == BASE and (TUNED, *key[1:]) in book.found]
+    sizes = ((counts(BASE, *key), counts(TUNED, *key)) for key in both)
+    return all(ours == theirs for ours, theirs in sizes if ours != [0] and theirs != [0])
+
+
 def _perplexity(sums: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(metrics.ratio(sums), 700.0))  # the largest that a float holds
 
@@ -140,9 +152,8 @@ def _loss(name: str, items: list[Item], arms: list[str], book: Book) -> Figure:
     rows = [at for at in there if all(found[arm][at] for arm in arms)]
     stats = {arm: np.array([(-found[arm][at][0][0], found[arm][at][0][1]) for at in rows]) for arm in arms}
     failed = {arm: sum(not one for one in found[arm].values()) for arm in arms}
-    counts = [tuple(found[arm][at][0][1] for arm in (BASE, TUNED) if arm in arms) for at in rows]
-    alike = all(len(set(count)) == 1 for count in counts)
-    return Figure(name, rows, stats, metrics.ratio if name == "loss" else _perplexity, False, None, failed, alike)
+    finish = metrics.ratio if name == "loss" else _perplexity
+    return Figure(name, rows, stats, finish, False, None, failed, cut_alike(book))
 
 
 SIDES = {  # the measure, and whether its log-probabilities are taken per token
@@ -219,14 +230,13 @@ def drift_of(count: int, book: Book) -> dict[str, Figure]:
     for two models that cut these answers into different tokens.
     """
     stats: dict[str, list] = {name: [] for name in DRIFT}
-    alike = True
+    alike = cut_alike(book)
     for at in range(count):
         answers, sides = guarded(book, at)
         same = "text" in answers[BASE] and answers[BASE]["text"] == answers[TUNED].get("text")
         stats["same"].append((float(same), 1.0))
         stats["broken"].append((_is_broken(answers[TUNED]), 1.0))
         stats["broken_base"].append((_is_broken(answers[BASE]), 1.0))
-        alike = alike and not (all(sides) and len(sides[0]) != len(sides[1]))
         if alike and all(side and np.isfinite(side).all() for side in sides):
             # The end of an answer that the base did not end is not its own.
             tokens = len(sides[0]) - (not answers[BASE]["stopped"])
@@ -234,8 +244,7 @@ def drift_of(count: int, book: Book) -> dict[str, Figure]:
             stats["kl"].append((_divergence(base, tuned).sum(), tokens))
             stats["log_prob_drop"].append(((base - tuned).sum(), tokens))
     ends = {"kl": None, "log_prob_drop": None}
-    lost = () if alike else ends
-    found = {name: np.array(rows) for name, rows in stats.items() if rows and name not in lost}
+    found = {name: np.array(rows) for name, rows in stats.items() if rows}
     return {
         name: Figure(name, list(range(len(rows))), {TUNED: rows}, metrics.mean, name == "same", ends.get(name, SHARE))
         for name, rows in found.items()

@@ -144,8 +144,8 @@ def _notes(work: Work, result: dict) -> list[str]:
             told.append(f"{arm} could not be asked {count:,} rows that others could; they {counted} (see problems)")
     if cut := ", ".join(f"{arm} {count:,}" for arm, count in result["unfinished"].items() if count):
         told.append(f"answers that did not end within --max-new-tokens {work.config.max_new_tokens}: {cut}")
-    if any(one.get("difference", {}).get("verdict") == figures.INCOMPARABLE for one in result["metrics"].values()):
-        told.append("the models cut the answers into different tokens: losses per token are not comparable")
+    if work.compared and not figures.cut_alike(work.book):
+        told.append("the models cut the answers into different tokens: losses per token and drift/kl tell nothing")
     broken = [result["drift"].get(name) for name in ("broken", "broken_base")]
     if all(broken) and broken[0]["low"] > broken[1]["value"]:
         tuned, base = (round(one["value"] * one["prompts"]) for one in broken)
