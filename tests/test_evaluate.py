@@ -15,14 +15,18 @@ import evaluate
 import numpy as np
 import pytest
 import sft_train
+import tiny
 
 from conftest import ASSETS, ask, talk
 from gemma_trainer import (
     cli,
     data,
     demo,
+    evaluation,
+    evaluation_book,
     evaluation_figures,
     evaluation_rows,
+    evaluation_table,
     evaluation_work,
     few_shots,
     inference,
@@ -132,6 +136,23 @@ def test_the_table_for_people(whole):
     assert line.index("BETTER") == len(head) + 2 or line.index("<0.001") + 5 == head.index("p", head.index("95"))
 
 
+def test_the_conclusion_in_words(whole):
+    result = whole[1]
+    assert result["summary"].splitlines()[1] == f"meaning   {result['conclusion']}"
+    assert result["conclusion"].startswith("tuned is better than base: accuracy ")
+    assert "It is better than base with examples" in result["conclusion"]
+    assert result["unfinished"]["base"] == 33 and result["unfinished"]["tuned"] == 0
+    assert any("did not end within --max-new-tokens 4: base 33" in note for note in result["notes"])
+    found = result["metrics"]["accuracy"]
+    others = {"NO DIFFERENCE SHOWN": "But it is not shown to be better", "WORSE": "is better than tuned"}
+    for verdict, told in others.items():
+        accuracy = found | {"difference_few_shot": {"verdict": verdict}}
+        assert told in evaluation_table.conclusion(result | {"metrics": {"accuracy": accuracy}})
+    for verdict, told in (("WORSE", "tuned is worse"), ("TOO FEW TO TELL", "too few rows"), (None, "on 33 rows; over")):
+        said = evaluation_table.conclusion(result | {"verdict": verdict})
+        assert told in said and "examples" not in said
+
+
 def test_drift_is_measured_on_the_bases_own_answers(whole, tuned):
     drift = whole[1]["drift"]
     assert drift["kl"]["prompts"] == 20 and drift["kl"]["value"] > 0 and drift["broken_base"]["value"] == 1
@@ -197,6 +218,7 @@ def test_require_decides_the_exit_code_and_nothing_is_lost(whole, tmp_path, caps
     (["--require", "acuracy>=0.9"], "known: accuracy, base/accuracy"), (["--require", "accuracy=0.9"], "is no goal"),
     (["--metrics", "bleu"], "unknown; known: auto, exact"), (["--metrics", "checks"], "no row can be measured by it"),
     (["--metrics", "pair_accuracy"], "no row can be measured by it"), (["--limit", "0"], "--limit"),
+    (["--labels", "secret"], "--labels: no row expects"),
     (["--resume"], "--resume needs --output"), (["--few-shot", "-1"], "--few-shot"),
 ])  # fmt: skip
 def test_wrong_usage_is_told_before_a_model_is_loaded(tuned, tmp_path, capsys, monkeypatch, no_model, flags, told):
@@ -281,6 +303,13 @@ def test_other_settings_are_refused(whole, tmp_path, capsys, no_model):
     os.remove(tmp_path / "again" / "settings.json")
     code, _, told = again(whole, tmp_path / "new", capsys, "--overwrite", "--resume", "--seed", "1")
     assert code == 2
+
+
+def test_killed_before_the_settings_were_written(tuned, tmp_path):
+    (tmp_path / "answers.jsonl").touch()
+    for flag in ("--resume", "--overwrite"):
+        config = cli.parse(evaluate.Config, "", "", ["--model", str(tuned[0]), "--output", str(tmp_path), flag])
+        assert evaluation_book.open_folder(config) == tmp_path
 
 
 # ---- kinds of rows
@@ -373,6 +402,44 @@ def test_two_models_and_one_alone(tuned, model_folder, tmp_path, capsys):
     code, result, _ = run(capsys, *given)
     assert code == 0 and list(result["arms"]) == ["tuned"] and result["verdict"] is None
     assert "difference" not in result["metrics"]["exact"] and "evaluated alone" in result["notes"][0]
+
+
+def test_what_another_model_cannot_be_compared_in(tuned, tmp_path, capsys, media):
+    """One that takes text only and cuts it into other tokens."""
+    maker = {"media_tokens": tiny.GEMMA3_MEDIA, "control_tokens": tiny.GEMMA3_CONTROL, "text_tokens": tiny.NEWLINES}
+    tokenizer = demo.make_tokenizer(vocab_size=450, **maker)
+    tokenizer.chat_template = demo.chat_template("gemma3")
+    for part in (tiny.make_model("gemma3_text", tokenizer), tokenizer):
+        part.save_pretrained(tmp_path / "other")
+    shutil.copy(media / "red.png", tmp_path)
+    rows = [*rows_of(HELD[:2]), talk("see", "red", image="red.png")]
+    guard = write(tmp_path / "guard.jsonl", [{"prompt": prompt.format("red")} for prompt in HELD])
+    given = ["--model", tuned[0], "--against", tmp_path / "other", "--dataset", write(tmp_path / "rows.jsonl", rows)]
+    given += ["--guard", guard, "--metrics", "exact", "loss", "--output", tmp_path / "out", "--require", "gain/loss>0"]
+    code, result, _ = run(capsys, *given, "--max-new-tokens", "6", "--few-shot", "0", "--json")
+    loss, notes = result["metrics"]["loss"], " ".join(result["notes"])
+    assert code == 8 and result["required"][0]["value"] is None
+    assert loss["rows"] == 6 and loss["difference"]["verdict"] == "NOT COMPARABLE" and "different tokens" in notes
+    assert "base could not be asked 1 rows that others could; they count as wrong" in notes
+    assert not {"kl", "log_prob_drop"} & set(result["drift"]) and result["drift"]["broken"]["prompts"] == len(HELD)
+
+
+def test_a_model_without_facts_is_asked_like_the_other(model_folder, tuned):
+    like = {"labels": {"thinking": "on"}}
+    assert inference.load_policy(str(model_folder), InferenceFlags(), like=like).collator.renderer.thinking == "on"
+    assert inference.load_policy(str(tuned[0]), InferenceFlags(), like=like).collator.renderer.thinking == "auto"
+
+
+def test_a_run_is_told_from_what_it_went_on_with_and_from_the_demo(tuned, tmp_path):
+    folder = shutil.copytree(tuned[0], tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    record["arguments"] |= {"adapter": "first", "eval_dataset": []}
+    (folder / "run.json").write_text(json.dumps(record))
+    flags = ["--model", str(folder), "--few-shot", "0", "--output", str(tmp_path / "out"), "--metrics", "exact", "auto"]
+    with closing(evaluation.begin(cli.parse(evaluate.Config, "", "", flags))) as work:
+        told = " ".join(work.notes)
+        assert "these are the demo's rows" in told and "--against first tells what it added" in told
+        assert work.names[0] == "exact" and len(set(work.names)) == len(work.names) > 3
 
 
 def test_what_a_run_held_back(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from conftest import ask, talk
 from gemma_trainer.collator import MultimodalCollator
-from gemma_trainer.generation import answer, media_accuracy
+from gemma_trainer.generation import _read_answer, answer, media_accuracy
 
 
 @pytest.mark.parametrize("options", [{}, {"placeholders": "always"}, {"thinking": "on"}, {"loss_on": "last-turn"}])
@@ -45,3 +45,11 @@ def test_chance_is_the_most_common_answer_to_each_kind_of_medium(processor, mode
     rows = [ask(media, "red.png", answer=a) for a in ("x", "x", "y")] + [ask(media, "one.wav", answer="z")]
     found = media_accuracy(model, MultimodalCollator(processor), rows)
     assert found["chance"] == 0.75 and found["accuracy"] == 0.0
+
+
+def test_a_thought_that_does_not_end_is_no_answer(processor):
+    tokenizer = processor.tokenizer
+    for text, said in (("<|channel>thought\nred", ""), ("<|channel>thought\nred<channel|>blue", "blue")):
+        made = tokenizer.encode(text, add_special_tokens=False)
+        found = _read_answer(tokenizer, made, [tokenizer.eos_token_id])
+        assert (found.text, found.reasoning, found.stopped) == (said, "red", False)

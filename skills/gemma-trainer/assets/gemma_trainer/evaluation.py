@@ -12,7 +12,7 @@ from .cli import note
 from .demo import SAMPLES
 from .errors import CannotLoad, DataError, Interrupted, UsageError
 from .evaluation_book import ANSWERS, Book, keep_settings, open_folder
-from .evaluation_rows import Item, Rows, files_of, open_heldout, open_training, run_of, trained_on
+from .evaluation_rows import Item, Rows, began_from, files_of, open_heldout, open_training, run_of, trained_on
 from .files import user_path
 from .generation import Question
 from .goals import Goal
@@ -122,7 +122,8 @@ def _arms(config, examples: bool) -> dict[str, str]:
     elif _is_adapter(config.model):
         arms["base"] = f"{config.model} without its adapter"
     if examples:
-        arms["few_shot"] = f"{arms.get('base', config.model)}, shown {config.few_shot} examples"
+        count = f"{config.few_shot} example{'s' * (config.few_shot > 1)}"
+        arms["few_shot"] = f"{arms.get('base', config.model)}, shown {count}"
     return arms | {"tuned": config.model}
 
 
@@ -137,7 +138,8 @@ def _metrics(config, items: list[Item]) -> tuple[list[str], dict[str, str], tupl
 
     expected = [item.expected for item in items if item.kind == "chat" and item.expected is not None]
     labels = config.labels or metrics.find_labels(expected)
-    if config.metrics in ((), ("auto",)):
+    names, why = list(config.metrics) or ["auto"], {}
+    if "auto" in names:
         heard = sum(any(m.kind == "audio" for m in item.question.row.media) for item in items if item.question)
         checked = sum(bool(item.checks) for item in items)
         why = metrics.choose(expected, checked / len(items), heard / len(items))
@@ -145,15 +147,16 @@ def _metrics(config, items: list[Item]) -> tuple[list[str], dict[str, str], tupl
             why = dict.fromkeys(("accuracy", "macro_f1"), "--labels") | why
         others = [name for name in (*figures.SIDES, "loss", "perplexity") if _measurable(name, labels, items)]
         why |= {name: "rows with trained tokens, choices or pairs" for name in others}
-        names = list(why)
-    else:
-        names, why = list(dict.fromkeys(config.metrics)), {}
+        names[names.index("auto") : names.index("auto") + 1] = why
+    names = list(dict.fromkeys(names))
     for name in names:
         if name not in figures.NAMES:
             raise UsageError(f"--metrics {name}: unknown; known: auto, {', '.join(figures.NAMES)}")
         if name in ("accuracy", "macro_f1") and not labels:
             raise UsageError(f"--metrics {name}: the expected answers are no few labels: name them with --labels")
         if not _measurable(name, labels, items):
+            if name in ("accuracy", "macro_f1") and config.labels:
+                raise UsageError("--labels: no row expects one of them")
             raise UsageError(f"--metrics {name}: no row can be measured by it")
     if config.judge and not figures.wanted_of(items, figures.ANSWER):
         raise UsageError("--judge scores answers, but no row asks for one")
@@ -234,6 +237,10 @@ def _tell(work: Work) -> None:
     record = run_of(config.model) or {}
     if config.dataset and trained_on(record) & files_of(config.dataset):
         work.tell("the model was trained on these rows: the figures say nothing of how it does on new ones")
+    if work.rows.demo and not record.get("demo") and config.model != "demo":
+        work.tell("these are the demo's rows: the figures say nothing of any other task (--dataset FILE)")
+    if work.compared and not config.against and (first := began_from(record)):
+        work.tell(f"the run went on training {first}, and base is without both: --against {first} tells what it added")
     if not work.compared:
         base = (record.get("model") or {}).get("name") if isinstance(record.get("model"), dict) else None
         work.tell(f"evaluated alone: --against {base or 'MODEL'} compares it with another")
@@ -293,12 +300,12 @@ def _answer(work: Work, arms: list[str], name: str) -> None:
     from .few_shots import Shots
     from .inference import load_policy
     from .labels import Labeller
-    from .metadata import read
 
     config = work.config
-    policy = load_policy(name, config)
-    facts = ((read(Path(config.model)) if Path(config.model).is_dir() else None) or {}).get("labels") or {}
-    trained = facts.get("loss_on", "all-turns"), facts.get("train_reasoning", True)
+    facts = _facts(config.model) or _facts(config.against)
+    policy = load_policy(name, config, like=facts)  # both models asked alike, if one does not say how
+    labels = facts.get("labels") or {}
+    trained = labels.get("loss_on", "all-turns"), labels.get("train_reasoning", True)
     policy.collator.labeller = Labeller(policy.collator.renderer, *trained)  # for all arms what the run was trained on
     shots = Shots(work.examples[0], config.few_shot, config.seed, policy.collator) if "few_shot" in arms else None
     for arm in arms:
@@ -310,6 +317,13 @@ def _answer(work: Work, arms: list[str], name: str) -> None:
                 evaluation_work.ask_guard(policy, arm, work.guard, work.book, config)
     del policy, shots
     _free()
+
+
+def _facts(name: str | None) -> dict:
+    """What a model's folder says of how it was trained."""
+    from .metadata import read
+
+    return (read(Path(name)) if name and Path(name).is_dir() else None) or {}
 
 
 def _free() -> None:

@@ -27,9 +27,9 @@ def open_folder(config) -> Path:
         raise UsageError(f"--output {folder} is a file")
     held = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     held = {name for name in held if not name.endswith(".tmp")}
-    if held and SETTINGS not in held:
+    if held - {ANSWERS} and SETTINGS not in held:  # killed early, it has no settings yet
         raise UsageError(f"--output {folder} holds other files: choose a new or empty folder")
-    if held and not (config.overwrite or config.resume):
+    if SETTINGS in held and not (config.overwrite or config.resume):
         told = "holds an evaluation already: add --resume or --overwrite, or choose another"
         raise UsageError(f"--output {folder} {told}")
     try:

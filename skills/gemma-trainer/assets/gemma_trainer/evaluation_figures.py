@@ -17,6 +17,7 @@ from .evaluation_work import ANSWER, BASE, CHOSEN, KINDS, LOSS, PAIRED, SCORE, T
 FEW = 30  # rows below which a difference that is not shown may well be there
 LEVEL = 0.05  # p below which a difference counts as shown
 BETTER, WORSE, NONE, TOO_FEW = "BETTER", "WORSE", "NO DIFFERENCE SHOWN", "TOO FEW TO TELL"
+INCOMPARABLE = "NOT COMPARABLE"
 SHARE = (0.0, 1.0)
 
 
@@ -24,8 +25,8 @@ SHARE = (0.0, 1.0)
 class Figure:
     """A metric on the rows that have it. `stats` are those of each arm, [rows, k], in the order of `rows`.
 
-    `worst` and `best` are its ends, None where it has none; `failed` counts for each arm the rows that nothing was
-    found of.
+    `ends` are its worst and its best, None where it has none; `failed` counts for each arm the rows that nothing was
+    found of; it is not `comparable` where it is per token and the arms cut texts into different ones.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Figure:
     higher_is_better: bool = True
     ends: tuple[float, float] | None = SHARE
     failed: dict[str, int] = field(default_factory=dict)
+    comparable: bool = True
 
     def of(self, arm: str) -> dict:
         """{"value", "low", "high"} of an arm, the latter the ends of its 95 % interval."""
@@ -47,6 +49,8 @@ class Figure:
         return found | {"verdict": self._verdict(found)}
 
     def _verdict(self, found: dict) -> str:
+        if not self.comparable:
+            return INCOMPARABLE
         shown = found["p"] < LEVEL and (found["low"] > 0 or found["high"] < 0)
         if not shown:
             return TOO_FEW if len(self.rows) < FEW else NONE
@@ -125,6 +129,18 @@ def _sides(book: Book, arm: str, measure: str, at: int) -> list[tuple[float, int
     return found if found and all(math.isfinite(log_prob) for log_prob, _ in found) else None
 
 
+def cut_alike(book: Book) -> bool:
+    """Whether base and tuned cut texts into the same number of tokens, so that figures per token can be compared."""
+
+    def counts(arm: str, measure: str, at: int) -> list[int]:
+        found = book.found.get((arm, measure, at), {})
+        return [tokens for _, tokens in found.get("sides", ())] or [len(found.get("log_probs", ()))]
+
+    both = [key[1:] for key in book.found if key[0] == BASE and (TUNED, *key[1:]) in book.found]
+    sizes = ((counts(BASE, *key), counts(TUNED, *key)) for key in both)
+    return all(ours == theirs for ours, theirs in sizes if ours != [0] and theirs != [0])
+
+
 def _perplexity(sums: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(metrics.ratio(sums), 700.0))  # the largest that a float holds
 
@@ -136,7 +152,8 @@ def _loss(name: str, items: list[Item], arms: list[str], book: Book) -> Figure:
     rows = [at for at in there if all(found[arm][at] for arm in arms)]
     stats = {arm: np.array([(-found[arm][at][0][0], found[arm][at][0][1]) for at in rows]) for arm in arms}
     failed = {arm: sum(not one for one in found[arm].values()) for arm in arms}
-    return Figure(name, rows, stats, metrics.ratio if name == "loss" else _perplexity, False, None, failed)
+    finish = metrics.ratio if name == "loss" else _perplexity
+    return Figure(name, rows, stats, finish, False, None, failed, cut_alike(book))
 
 
 SIDES = {  # the measure, and whether its log-probabilities are taken per token
@@ -209,16 +226,18 @@ def drift_of(count: int, book: Book) -> dict[str, Figure]:
     `kl` and `log_prob_drop` are nats a token of the base's own greedy answers. Where the base gives the token that it
     takes the probability p, and the tuned model gives it q, the drop is log p - log q, and the divergence that of the
     two shares, p log(p/q) + (1-p) log((1-p)/(1-q)). By the data-processing inequality the latter is never more than the
-    divergence KL(base || tuned) of the whole distributions there, so that it is a lower bound of it.
+    divergence KL(base || tuned) of the whole distributions there, so that it is a lower bound of it. There are neither
+    for two models that cut these answers into different tokens.
     """
     stats: dict[str, list] = {name: [] for name in DRIFT}
+    alike = cut_alike(book)
     for at in range(count):
         answers, sides = guarded(book, at)
         same = "text" in answers[BASE] and answers[BASE]["text"] == answers[TUNED].get("text")
         stats["same"].append((float(same), 1.0))
         stats["broken"].append((_is_broken(answers[TUNED]), 1.0))
         stats["broken_base"].append((_is_broken(answers[BASE]), 1.0))
-        if all(side and np.isfinite(side).all() for side in sides):
+        if alike and all(side and np.isfinite(side).all() for side in sides):
             # The end of an answer that the base did not end is not its own.
             tokens = len(sides[0]) - (not answers[BASE]["stopped"])
             base, tuned = (np.array(side[:tokens]) for side in sides)

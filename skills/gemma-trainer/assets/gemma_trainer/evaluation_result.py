@@ -9,7 +9,8 @@ from .errors import DataError
 from .evaluation import Work
 from .evaluation_book import RESULT
 from .evaluation_figures import Figure
-from .evaluation_table import summary
+from .evaluation_table import conclusion, summary
+from .evaluation_work import ANSWER
 from .files import finite, write_whole
 from .goals import Goal
 
@@ -30,6 +31,7 @@ def conclude(work: Work) -> dict:
     if not found or not _found_any(work):
         raise DataError(f"none of {len(work.items):,} rows can be evaluated. First: {(problems or ['?'])[0]}")
     result = _result(work, found, problems)
+    result["conclusion"] = conclusion(result)
     result["required"] = _required(work.goals, result)
     result["notes"] = work.notes + _notes(work, result)
     result["output"] = str(work.folder)
@@ -53,6 +55,7 @@ def _result(work: Work, found: list[Figure], problems: list[str]) -> dict:
         "rows": len(work.items),
         "failed_rows": len(problems),
         "problems": problems[:SHOWN],
+        "unfinished": _unfinished(work),
         "metrics": measured,
         "drift": {name: figure.of("tuned") | {"prompts": len(figure.rows)} for name, figure in drift.items()},
         "judge": {"win_rate": figures.win_rate(judged).of("tuned")} if judged and work.compared else None,
@@ -76,6 +79,12 @@ def _found_any(work: Work) -> bool:
     """Whether the tuned model has made anything of any row."""
     entries = work.book.found.items()
     return any(arm == "tuned" and not m.startswith("guard") and "error" not in e for (arm, m, _), e in entries)
+
+
+def _unfinished(work: Work) -> dict[str, int]:
+    """How many answers of each arm were cut."""
+    said = [(arm, entry) for (arm, measure, _), entry in work.book.found.items() if measure == ANSWER]
+    return {arm: sum(a == arm and entry.get("stopped") is False for a, entry in said) for arm in work.arms}
 
 
 def _problems(work: Work) -> list[str]:
@@ -105,7 +114,8 @@ def _values(result: dict) -> dict[str, float]:
     for name, told in result["metrics"].items():
         for arm in result["arms"]:
             add(name if arm == "tuned" else f"{arm}/{name}", *(told[arm][key] for key in ("value", "low", "high")))
-        if gap := told.get("difference"):
+        gap = told.get("difference")
+        if gap and gap["verdict"] != figures.INCOMPARABLE:
             bounds = (gap["difference"], gap["low"], gap["high"])
             if not told["higher_is_better"]:  # a gain is always for the better
                 bounds = (-gap["difference"], -gap["high"], -gap["low"])
@@ -128,11 +138,21 @@ def _required(goals: list[Goal], result: dict) -> list[dict]:
 
 def _notes(work: Work, result: dict) -> list[str]:
     told, first = [], result["metrics"][result["primary"]]
+    counted = "are left out" if result["primary"] in ("loss", "perplexity", "judge") else "count as wrong"
+    for arm, count in first["failed"].items():
+        if count > min(first["failed"].values()):
+            told.append(f"{arm} could not be asked {count:,} rows that others could; they {counted} (see problems)")
+    if cut := ", ".join(f"{arm} {count:,}" for arm, count in result["unfinished"].items() if count):
+        told.append(f"answers that did not end within --max-new-tokens {work.config.max_new_tokens}: {cut}")
+    if work.compared and not figures.cut_alike(work.book):
+        told.append("the models cut the answers into different tokens: losses per token and drift/kl tell nothing")
+    broken = [result["drift"].get(name) for name in ("broken", "broken_base")]
+    if all(broken) and broken[0]["low"] > broken[1]["value"]:
+        tuned, base = (round(one["value"] * one["prompts"]) for one in broken)
+        told.append(f"answers to general prompts that are empty or do not end: tuned {tuned}, base {base}")
     if first["rows"] < figures.FEW:
         told.append(f"{first['rows']} rows are too few to tell small differences: take 100 or more")
     counts = [entry["shots"] for entry in work.book.found.values() if "shots" in entry]
     if short := sum(count < work.config.few_shot for count in counts):
         told.append(f"few-shot: fewer than {work.config.few_shot} examples before {short:,} of {len(counts):,} prompts")
-    if "few_shot" in work.arms and work.compared and first["difference_few_shot"]["verdict"] != figures.BETTER:
-        told.append(f"tuned is not shown to be better than the base with examples ({result['primary']})")
     return told

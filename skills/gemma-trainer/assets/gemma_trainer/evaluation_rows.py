@@ -145,7 +145,7 @@ def open_training(config) -> tuple[object, list[str]] | None:
     given = arms.located(record)
     try:
         if record.get("demo"):
-            names = [str(SAMPLES / DEMO[record.get("script") in ("dpo_train", "reward_train")][0])]
+            names = _demo_training(record)
             return sources.open_rows(names), names
         if given.get("test_size"):
             return _parts(record, given)[0], given["dataset"]
@@ -155,10 +155,19 @@ def open_training(config) -> tuple[object, list[str]] | None:
         return None
 
 
+def _demo_training(record: dict) -> list[str]:
+    return [str(SAMPLES / DEMO[record.get("script") in ("dpo_train", "reward_train")][0])]
+
+
 def trained_on(record: dict) -> set[Path]:
     """The files that a run was trained on, as far as they are at hand."""
     given = arms.located(record) if isinstance(record.get("arguments"), dict) else {}
-    return files_of([str(SAMPLES / "train.jsonl")] if record.get("demo") else given.get("dataset") or [])
+    return files_of(_demo_training(record) if record.get("demo") else given.get("dataset") or [])
+
+
+def began_from(record: dict) -> str | None:
+    """The adapter that a run went on training."""
+    return arms.located(record).get("adapter") if isinstance(record.get("arguments"), dict) else None
 
 
 def files_of(names) -> set[Path]:

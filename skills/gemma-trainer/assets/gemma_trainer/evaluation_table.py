@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .evaluation_figures import BETTER, INCOMPARABLE, NONE, TOO_FEW, WORSE
 from .metrics import confusion_text
 
 HEADS = {"base": "base", "few_shot": "few-shot", "tuned": "tuned"}
@@ -49,9 +50,41 @@ def _p(p: float) -> str:
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
+MEANING = {
+    BETTER: "tuned is better than base: {}; chance alone hardly does that (p {})",
+    WORSE: "tuned is worse than base: {}; chance alone hardly does that (p {})",
+    NONE: "tuned is shown to be neither better nor worse than base: {}; chance alone may well do that (p {})",
+    TOO_FEW: "too few rows to tell tuned from base: {} (p {}); take 100 or more",
+    INCOMPARABLE: "nothing can be concluded: {}, but of different tokens",
+}
+WITH_EXAMPLES = {
+    BETTER: "It is better than base with examples in its prompt, too ({})",
+    WORSE: "But base with examples in its prompt is better than tuned ({})",
+}
+
+
+def conclusion(result: dict) -> str:
+    """What the primary metric says, in words."""
+    name = result["primary"]
+    found = result["metrics"][name]
+    better = "" if found["higher_is_better"] else " (lower is better)"
+    tuned = f"{name} {number(found['tuned']['value'])}"
+    rows = f"on {found['rows']:,} rows{better}"
+    if not result["verdict"]:
+        return f"{tuned} {rows}; over many such rows it may be {_interval(found['tuned'])}"
+    gap = found["difference"]
+    told = MEANING[result["verdict"]].format(f"{tuned} against {number(found['base']['value'])} {rows}", _p(gap["p"]))
+    if result["verdict"] == BETTER and "few_shot" in found:
+        said = "But it is not shown to be better than base with examples in its prompt ({})"
+        shown = WITH_EXAMPLES.get(found["difference_few_shot"]["verdict"], said)
+        told += ". " + shown.format(number(found["few_shot"]["value"]))
+    return told + "."
+
+
 def summary(result: dict) -> str:
     """The result for people: what was compared, the table, and what is to be known beside it."""
     lines = [f"verdict   {result['verdict']} ({result['primary']})"] if result["verdict"] else []
+    lines.append(f"meaning   {result['conclusion']}")
     lines += [f"{HEADS[arm]:<10}{told}" for arm, told in result["arms"].items()]
     lines += ["", *lines_of(result), ""]
     if result["confusion"]:

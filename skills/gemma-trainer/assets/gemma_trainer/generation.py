@@ -13,6 +13,7 @@ from .rows import THOUGHT, Row, read_row
 from .slots import media_in
 from .targets import messages_row
 
+THOUGHT_START = "<|channel>thought"
 UNUSABLE = ("truncated", "bad_media", "bad_rows", "skipped_rows")
 
 
@@ -130,11 +131,14 @@ def generate(
 
 
 def _read_answer(tokenizer, made: list[int], stops: list[int]) -> Answer:
-    """What was said before the first stop token. Other control tokens, such as those of a call, stay in the text."""
+    """What was said before the first stop token. Other control tokens, such as those of a call, stay in the text. A
+    thought that does not end is no answer."""
     end = next((at for at, token in enumerate(made) if token in stops), len(made))
     text = tokenizer.decode(made[:end], skip_special_tokens=False).strip()
     thought = THOUGHT.match(text)
     reasoning, said = (thought[1].strip(), text[thought.end() :].strip()) if thought else ("", text)
+    if said.startswith(THOUGHT_START):
+        reasoning, said = said.removeprefix(THOUGHT_START).strip(), ""
     return Answer(said, end, end < len(made), reasoning)
 
 

@@ -32,12 +32,13 @@ class Policy:
         return self.model.disable_adapter()
 
 
-def load_policy(name: str, flags, adapter: bool = True) -> Policy:
+def load_policy(name: str, flags, adapter: bool = True, like: dict | None = None) -> Policy:
     """Load a model: a hub id, the folder of a whole model, of a run, a checkpoint or an adapter, or `demo`.
 
     Args:
         flags: `flags.InferenceFlags`.
         adapter: False loads an adapter's base with the adapter's processor and template, and without its weights.
+        like: the facts (`metadata.read`) of a model that one without facts of its own is loaded and asked like.
 
     Raises:
         CannotLoad: not found, gated, offline, no supported Gemma, an adapter of another model, or a reward model.
@@ -46,6 +47,7 @@ def load_policy(name: str, flags, adapter: bool = True) -> Policy:
     facts = (metadata.read(Path(name)) if Path(name).is_dir() else None) or {}
     if metadata.is_reward_model(Path(name)):
         raise _scores(name)
+    facts = facts or like or {}
     base = models.base_of(name) if adapted else name
     precision = choose(flags.precision)
     config, processor, model = _load(base, name, flags, precision, facts)
