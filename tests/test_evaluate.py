@@ -430,16 +430,25 @@ def test_a_model_without_facts_is_asked_like_the_other(model_folder, tuned):
     assert inference.load_policy(str(tuned[0]), InferenceFlags(), like=like).collator.renderer.thinking == "auto"
 
 
-def test_a_run_is_told_from_what_it_went_on_with_and_from_the_demo(tuned, tmp_path):
+def test_a_run_is_compared_with_what_it_began_with(tuned, model_folder, tmp_path):
     folder = shutil.copytree(tuned[0], tmp_path / "run")
     record = json.loads((folder / "run.json").read_text())
-    record["arguments"] |= {"adapter": "first", "eval_dataset": []}
-    (folder / "run.json").write_text(json.dumps(record))
-    flags = ["--model", str(folder), "--few-shot", "0", "--output", str(tmp_path / "out"), "--metrics", "exact", "auto"]
-    with closing(evaluation.begin(cli.parse(evaluate.Config, "", "", flags))) as work:
-        told = " ".join(work.notes)
-        assert "these are the demo's rows" in told and "--against first tells what it added" in told
-        assert work.names[0] == "exact" and len(set(work.names)) == len(work.names) > 3
+
+    def begun(*flags, **arguments):
+        changed = record | {"arguments": record["arguments"] | {"eval_dataset": []} | arguments}
+        (folder / "run.json").write_text(json.dumps(changed))
+        given = ["--model", str(folder), "--few-shot", "0", "--output", str(tmp_path / "out"), "--overwrite", *flags]
+        with closing(evaluation.begin(cli.parse(evaluate.Config, "", "", given))) as work:
+            return work.arms.get("base"), work.names, " ".join(work.notes)
+
+    base, names, told = begun("--metrics", "exact", "auto", adapter="gone")
+    assert base == f"{folder} without its adapter" and "went on training gone, and base is without both" in told
+    assert "these are the demo's rows" in told and names[0] == "exact" and len(set(names)) == len(names) > 3
+    assert begun(adapter=str(tuned[0]))[0] == str(tuned[0])
+    assert begun("--against", "off", adapter=str(tuned[0]))[0] == f"{folder} without its adapter"
+    (folder / "adapter_config.json").unlink()  # as if all weights had been trained
+    assert begun(model=str(model_folder))[0] == str(model_folder)
+    assert begun("--against", "off", "--guard", "off", model=str(model_folder))[0] is None
 
 
 def test_what_a_run_held_back(tmp_path):

@@ -69,7 +69,8 @@ class Compared:
     exit_codes = EXIT_CODES
     model: str | None = flag(help="a run's folder, an adapter, or the hub id or folder of a whole model")
     against: str | None = flag(
-        help="what it is compared with (default: the model without its adapter; a whole model is evaluated alone)",
+        help="what it is compared with (default: what its run began with, or the model without its adapter); off: "
+        "no other model",
         metavar="MODEL",
     )
     dataset: tuple[str, ...] = flag(

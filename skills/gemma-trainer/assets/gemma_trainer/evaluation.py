@@ -12,10 +12,11 @@ from .cli import note
 from .demo import SAMPLES
 from .errors import CannotLoad, DataError, Interrupted, UsageError
 from .evaluation_book import ANSWERS, Book, keep_settings, open_folder
-from .evaluation_rows import Item, Rows, began_from, files_of, open_heldout, open_training, run_of, trained_on
+from .evaluation_rows import Item, Rows, began_with, files_of, open_heldout, open_training, run_of, trained_on
 from .files import user_path
 from .generation import Question
 from .goals import Goal
+from .metadata import HUB_ID
 
 FORMAT = 1  # of answers.jsonl: another is not gone on with
 GUARD = SAMPLES / "general.jsonl"
@@ -66,6 +67,7 @@ def begin(config) -> Work:
         raise UsageError("--model is needed: a run's folder, or the hub id or folder of a whole model")
     if (config.limit is not None and config.limit < 1) or config.few_shot < 0:
         raise UsageError("--limit must be more than 0, and --few-shot not less")
+    config = dataclasses.replace(config, against=_before(config))
     goals = _goals(config.require)
     sources.must_exist(*config.dataset, *filter(None, [config.shots_from]))
     _check_models(config)
@@ -89,6 +91,14 @@ def begin(config) -> Work:
         raise
     _tell(work)
     return work
+
+
+def _before(config) -> str | None:
+    """The other model that --model is compared with, if any: --against, else what its run began with."""
+    if config.against:
+        return None if config.against == "off" else config.against
+    before = began_with(config.model)
+    return before if before and (before == "demo" or Path(before).is_dir() or HUB_ID.fullmatch(before)) else None
 
 
 def _check_models(config) -> None:
@@ -239,11 +249,10 @@ def _tell(work: Work) -> None:
         work.tell("the model was trained on these rows: the figures say nothing of how it does on new ones")
     if work.rows.demo and not record.get("demo") and config.model != "demo":
         work.tell("these are the demo's rows: the figures say nothing of any other task (--dataset FILE)")
-    if work.compared and not config.against and (first := began_from(record)):
-        work.tell(f"the run went on training {first}, and base is without both: --against {first} tells what it added")
+    if work.compared and not config.against and (first := began_with(config.model)):
+        work.tell(f"the run went on training {first}, and base is without both trainings")
     if not work.compared:
-        base = (record.get("model") or {}).get("name") if isinstance(record.get("model"), dict) else None
-        work.tell(f"evaluated alone: --against {base or 'MODEL'} compares it with another")
+        work.tell("evaluated alone: --against MODEL compares it with another")
     for name, why in work.why.items():
         note(f"metric   {name}: {why}")
 

@@ -165,9 +165,14 @@ def trained_on(record: dict) -> set[Path]:
     return files_of(_demo_training(record) if record.get("demo") else given.get("dataset") or [])
 
 
-def began_from(record: dict) -> str | None:
-    """The adapter that a run went on training."""
-    return arms.located(record).get("adapter") if isinstance(record.get("arguments"), dict) else None
+def began_with(model: str) -> str | None:
+    """What the run of a model began with, where that is not the model without its adapter: the adapter that it went on
+    training; of a run of all weights the model that it was."""
+    record = run_of(model) or {}
+    if not isinstance(record.get("arguments"), dict):
+        return None
+    given, adapted = arms.located(record), (Path(model) / "adapter_config.json").is_file()
+    return given.get("adapter") or (None if adapted else given.get("model"))
 
 
 def files_of(names) -> set[Path]:

@@ -32,12 +32,11 @@ class Policy:
         return self.model.disable_adapter()
 
 
-def load_policy(name: str, flags, adapter: bool = True, like: dict | None = None) -> Policy:
+def load_policy(name: str, flags, like: dict | None = None) -> Policy:
     """Load a model: a hub id, the folder of a whole model, of a run, a checkpoint or an adapter, or `demo`.
 
     Args:
         flags: `flags.InferenceFlags`.
-        adapter: False loads an adapter's base with the adapter's processor and template, and without its weights.
         like: the facts (`metadata.read`) of a model that one without facts of its own is loaded and asked like.
 
     Raises:
@@ -51,7 +50,7 @@ def load_policy(name: str, flags, adapter: bool = True, like: dict | None = None
     base = models.base_of(name) if adapted else name
     precision = choose(flags.precision)
     config, processor, model = _load(base, name, flags, precision, facts)
-    if adapted and adapter:
+    if adapted:
         model = models.load_adapter(model, name)
     if not getattr(model, "is_quantized", False):
         model = model.to(precision.device)
@@ -66,7 +65,7 @@ def load_policy(name: str, flags, adapter: bool = True, like: dict | None = None
         media_root=flags.media_root,
         allow_remote_media=flags.allow_remote_media,
     )
-    return Policy(name, model.eval(), processor, collator, base if adapted and adapter else None)
+    return Policy(name, model.eval(), processor, collator, base if adapted else None)
 
 
 def _scores(name: str) -> CannotLoad:
