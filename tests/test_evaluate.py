@@ -216,6 +216,7 @@ def test_require_decides_the_exit_code_and_nothing_is_lost(whole, tmp_path, caps
 
 @pytest.mark.parametrize(("flags", "told"), [
     (["--require", "acuracy>=0.9"], "known: accuracy, base/accuracy"), (["--require", "accuracy=0.9"], "is no goal"),
+    (["--require", "gain/wer.low>0"], "not measured: add --metrics wer;"),
     (["--metrics", "bleu"], "unknown; known: auto, exact"), (["--metrics", "checks"], "no row can be measured by it"),
     (["--metrics", "pair_accuracy"], "no row can be measured by it"), (["--limit", "0"], "--limit"),
     (["--labels", "secret"], "--labels: no row expects"),
@@ -238,6 +239,12 @@ def test_what_is_not_there(tuned, tmp_path, capsys, no_model):
     bad = write(tmp_path / "bad.jsonl", ["{broken", {"nothing": "secret"}])
     code, _, told = run(capsys, "--model", tuned[0], "--dataset", bad)
     assert code == 3 and "none of 2 rows" in told and "secret" not in told
+
+
+def test_what_failed_before_it_asked_anything_is_not_in_the_way(tuned, tmp_path, capsys):
+    for name, more in (("absent/one", []), ("absent/two", []), ("absent/three", ["--resume"])):
+        code, _, told = run(capsys, "--model", name, "--dataset", tuned[1], "--output", tmp_path / "begun", *more)
+        assert code == 5 and "cannot be loaded" in told
 
 
 # ---- killed, and gone on with

@@ -48,8 +48,8 @@ COMMANDS = {
         ["instruct", "--no-such-flag"],
         ["answers", "absent.jsonl", "--teacher", "demo"],
     ),
-    "export.py": (["merge", "--help"], ["check", "--no-such-flag"], ["check", "absent"]),
-    "dataset_prep.py": (["check", "--help"], ["split", "--no-such-flag"], ["check", "absent.jsonl"]),
+    "export.py": (["--help"], ["check", "--no-such-flag"], ["check", "absent"]),
+    "dataset_prep.py": (["--help"], ["split", "--no-such-flag"], ["check", "absent.jsonl"]),
 }
 
 

@@ -159,6 +159,7 @@ def test_a_wrong_prefix_would_be_answered_by_the_base_and_is_told(adapt):
 def test_what_vllm_refuses_of_an_adapters_config(adapt, options, said):
     result = vllm(adapt(**options))
     assert result["exit_code"] == 8 and said in told(result)
+    assert ("merge" in result.get("remedy", "")) == (said != "reward adapter")  # merged it would score, not speak
 
 
 def test_a_reward_adapter_or_lost_weights_are_told(adapt):

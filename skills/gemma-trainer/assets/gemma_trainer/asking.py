@@ -193,14 +193,20 @@ def log_prob_of(model, collator, row: dict, answer: str) -> float | None:
 
 
 def logits_of(model, collator, row: dict, reward: bool = False):
-    """The last logits of a row: [up to 16, vocabulary], or [1] of a reward model; float32, on the CPU."""
+    """The last logits of a row, [up to 16, vocabulary]; of a reward model the products that its score is the sum of,
+    [hidden size]: a score near zero is no measure of their rounding. float32, on the CPU."""
     import torch
 
     batch = collator([row])
     media = {key: batch[key].to(model.dtype) for key in ("pixel_values", "input_features") if key in batch}
     inputs = {key: value.to(model.device) for key, value in (batch | media).items() if key != "labels"}
     with torch.no_grad():
-        found = model(**inputs, **({} if reward else {"logits_to_keep": 16, "use_cache": False})).logits[0]
+        if reward:
+            heard = []
+            with model.score.register_forward_pre_hook(lambda head, given: heard.append(given[0])):
+                model(**inputs)
+            return model.score(torch.diag(heard[0].flatten(0, -2)[-1]))[:, 0].float().cpu()
+        found = model(**inputs, logits_to_keep=16, use_cache=False).logits[0]
     return found.float().cpu()
 
 

@@ -208,7 +208,7 @@ def run_commands(commands: dict[str, tuple], description: str, examples: str, ar
 
 def _read_command(commands: dict[str, tuple], description: str, examples: str, argv: list[str]):
     if argv[0] not in commands:
-        parser = _parser(description, examples, exit_codes=_exit_codes(next(iter(commands.values()))[1]))
+        parser = _parser(description, examples, command="", exit_codes=_exit_codes(next(iter(commands.values()))[1]))
         listed = parser.add_subparsers(title="commands (each has its own --help)", metavar="COMMAND", required=True)
         for name, (_, _, told) in commands.items():
             listed.add_parser(name, help=told)

@@ -63,8 +63,7 @@ def write_rows(config, harvest: Harvest, answered: Answered, judged: bool) -> Pa
     harvest.rows = writer.count
     if not writer.count:
         codes = Counter(one.code for one in harvest.rejected)
-        told = ", ".join(f"{count:,} {code}" for code, count in codes.most_common(5))
-        raise DataError(f"no row is left to write ({told}); see {rejects.path}")
+        raise DataError(f"no row is left to write ({counted(codes)}); see {rejects.path}")
     return rejects.path if harvest.rejected else None
 
 
@@ -123,6 +122,11 @@ def write_record(config, result: dict, settings: dict) -> Path:
     return path
 
 
+def counted(counts: dict[str, int]) -> str:
+    """Counts for a reader, the highest first."""
+    return ", ".join(f"{count:,} {code}" for code, count in Counter(counts).most_common())
+
+
 def summary(result: dict) -> str:
     """The result in a few lines for a person."""
     kind = "pairs" if result["pairs"] else "rows"
@@ -138,12 +142,10 @@ def summary(result: dict) -> str:
         ("no row", result["reasons"]),
     ):
         if counts:
-            told = ", ".join(f"{count:,} {code}" for code, count in counts.items())
-            lines.append(f"{name:9}{told}" + (f": {result['rejected_file']}" if name == "no row" else ""))
+            lines.append(f"{name:9}{counted(counts)}" + (f": {result['rejected_file']}" if name == "no row" else ""))
     if result["json"]:
-        told = ", ".join(f"{count:,} {how}" for how, count in result["json"].items())
         lost = ", ".join(result["lost_fields"])
-        lines.append(f"JSON     {told}" + (f"; fields lost: {lost}" if lost else ""))
+        lines.append(f"JSON     {counted(result['json'])}" + (f"; fields lost: {lost}" if lost else ""))
     if result["refusals"] and "refusal" not in result["dropped"]:
         lines.append(f"refusals {result['refusals']:,} answers decline; --drop-refusals leaves them out")
     if result["stopped_by"]:

@@ -13,7 +13,7 @@ from .answer_filters import Candidate, Rules, checks_of, weigh
 from .asked import Asked, hashed, read_all
 from .cli import note
 from .distill_inputs import check_flags, read_rubric, read_rules, read_topics
-from .distilled import LICENCE, Harvest, Rejected, answered_row, record_path, summary, write_record, write_rows
+from .distilled import LICENCE, Harvest, Rejected, answered_row, counted, record_path, summary, write_record, write_rows
 from .errors import CannotLoad, DataError, Fault, Interrupted, RowError
 from .files import user_path
 from .journal import Journal, must_be_free, settings_of
@@ -94,7 +94,7 @@ def instruct(config) -> dict:
         if not prompts and work.budget.ended:
             raise _too_early(work, "an instruction is written")
         if not prompts:
-            raise DataError(f"{work.teacher.model} wrote no instruction that can be used ({dict(left_out)})")
+            raise DataError(f"{work.teacher.model} wrote no instruction that can be used ({counted(left_out)})")
         if len(prompts) < config.count and not work.budget.ended:
             note(f"{len(prompts):,} instructions instead of {config.count:,}: what else comes is like what is there.")
         return finish(work, prompts, harvest, {"instructions_left_out": dict(left_out)})
@@ -109,10 +109,10 @@ def begin(config, inputs: Sequence[str]) -> Work:
     output = user_path(config.output or "rows.jsonl")
     path = output.with_name(f"{output.stem}.journal")
     if not config.dry_run:
+        must_be_free(path, config.resume, config.overwrite)  # first: it tells that --overwrite costs answers
         check_output(output, config.overwrite or config.resume)
         rows = [name for name in (*inputs, *config.against, *config.eval_file) if not name.lower().endswith(".txt")]
         refuse_inputs(rows, output, output.with_name(f"{output.stem}.rejected.jsonl"), record_path(output))
-        must_be_free(path, config.resume, config.overwrite)
     budget = Budget(config.price_in or 0.0, config.price_out or 0.0, config.max_cost, config.max_minutes)
     access = MediaAccess(Path(config.media_root) if config.media_root else None, config.allow_remote_media)
     teacher, judge = make_teacher("--teacher", config.teacher, config.teacher_model, config, budget), None
@@ -166,7 +166,7 @@ def sift(work: Work, harvest: Harvest, prompts: list[Asked]) -> list[Asked]:
     left = [asked for position, asked in enumerate(prompts) if position not in overlaps]
     if not left:
         codes = Counter(one.code for one in harvest.rejected)
-        raise DataError(f"no prompt is left to ask: {dict(codes)}; the first: {harvest.rejected[0].reason}")
+        raise DataError(f"no prompt is left to ask ({counted(codes)}); the first: {harvest.rejected[0].reason}")
     return left
 
 
@@ -200,7 +200,7 @@ def forecast(work: Work, prompts: list[Asked], harvest: Harvest, first: Request 
     told = f", at most {cost:.4f} in all" if cost is not None else ""
     lines = [
         f"would ask {count:,} requests: about {tokens_in:,} tokens in, at most {tokens_out:,} out{told}",
-        f"left out  {len(harvest.rejected):,} prompts: {result['reasons']}" if harvest.rejected else "",
+        f"left out  {len(harvest.rejected):,} prompts: {counted(result['reasons'])}" if harvest.rejected else "",
         json.dumps(result["request"], indent=1, ensure_ascii=False),
     ]
     return result | {"summary": "\n".join(filter(None, lines))}

@@ -155,8 +155,9 @@ def _metrics(config, items: list[Item]) -> tuple[list[str], dict[str, str], tupl
         why = metrics.choose(expected, checked / len(items), heard / len(items))
         if config.labels:
             why = dict.fromkeys(("accuracy", "macro_f1"), "--labels") | why
+        told = {"choice": "rows have choices", "pair": "rows are pairs"}
         others = [name for name in (*figures.SIDES, "loss", "perplexity") if _measurable(name, labels, items)]
-        why |= {name: "rows with trained tokens, choices or pairs" for name in others}
+        why |= {name: told.get(name.split("_")[0], "rows have trained tokens") for name in others}
         names[names.index("auto") : names.index("auto") + 1] = why
     names = list(dict.fromkeys(names))
     for name in names:
@@ -202,7 +203,9 @@ def _check_goals(goals: list[Goal], names: list[str], arms: dict, config) -> Non
     for goal in goals:
         if goal.metric not in known:
             told = ", ".join(name for name in known if not name.endswith((".low", ".high")))
-            raise UsageError(f"--require {goal.metric}: unknown; known: {told}; each also with .low and .high")
+            name = goal.metric.rpartition("/")[2].split(".")[0]
+            wrong = f"not measured: add --metrics {name}" if name in figures.NAMES and name not in names else "unknown"
+            raise UsageError(f"--require {goal.metric}: {wrong}; known: {told}; each also with .low and .high")
 
 
 def _keep_settings(work: Work) -> None:

@@ -29,7 +29,8 @@ def open_folder(config) -> Path:
     held = {name for name in held if not name.endswith(".tmp")}
     if held - {ANSWERS} and SETTINGS not in held:  # killed early, it has no settings yet
         raise UsageError(f"--output {folder} holds other files: choose a new or empty folder")
-    if SETTINGS in held and not (config.overwrite or config.resume):
+    begun = ANSWERS in held and (folder / ANSWERS).stat().st_size  # else the last one failed before it asked anything
+    if begun and not (config.overwrite or config.resume):
         told = "holds an evaluation already: add --resume or --overwrite, or choose another"
         raise UsageError(f"--output {folder} {told}")
     try:
@@ -66,7 +67,7 @@ class Book:
 
     Args:
         path: the file, which other processes are kept out of while this one lives.
-        anew: forget what is in it, and remove the settings and the result beside it.
+        anew: forget what is in it, and remove the settings and the result beside it (so, too, where nothing is in it).
 
     Raises:
         UsageError: another process writes it.
@@ -75,7 +76,7 @@ class Book:
     def __init__(self, path: Path, anew: bool = False):
         self.file = path.open("ab+")
         self._lock(path)
-        if anew:
+        if anew or not path.stat().st_size:
             self.file.truncate(0)
             for name in (RESULT, SETTINGS):
                 path.with_name(name).unlink(missing_ok=True)

@@ -72,7 +72,7 @@ def adapter_in(run: Path):
         from .checkpoints import checkpoints
 
         if (run / "config.json").is_file():
-            raise CannotLoad(f"{run} is a whole model (trained with --full): there is nothing to merge")
+            raise CannotLoad(f"{run} is a whole model already: there is nothing to merge")
         whole = checkpoints(run)
         last = f"; its last whole checkpoint is {whole[-1]}" if whole else ""
         raise CannotLoad(f"{run} has no adapter: no model has been saved yet{last}")

@@ -124,20 +124,23 @@ def vllm(config) -> dict:
         given += ["--enable-auto-tool-choice", "--tool-call-parser", "gemma4", "--reasoning-parser", "gemma4"]
         if hasattr(base_config, "vision_config"):
             given += ["--limit-mm-per-prompt", '{"video": 0}']  # nothing here trains on video
-    remedy = f"export.py merge {config.path} --output merged, then export.py vllm merged"
-    return _told(kind, shlex.join(given) if served else None, findings, "vllm", None if served else remedy)
+    remedy = None if served else f"export.py merge {config.path} --output merged, then export.py vllm merged"
+    if kind == "model" or any("reward" in finding.told for finding in findings):
+        remedy = None  # merged it would not be served either
+    return _told(kind, shlex.join(given) if served else None, findings, "vllm", remedy)
 
 
 def _told(kind: str, command: str | None, findings: list[Finding], tool: str, remedy: str | None) -> dict:
     marks = {True: "ok", False: "FAILED", None: "note"}
     lines = [f"{marks[finding.passed]:<8} {finding.check}: {finding.told}" for finding in findings]
-    lines += [command] if command else [f"remedy   {remedy}"]
+    lines += [command] if command else [f"remedy   {remedy}"] * bool(remedy)
     return {
         "kind": kind,
         "checked_with": {tool: VERSIONS[tool]},
         "checks": [asdict(finding) for finding in findings],
         "command": command,
-        **({"remedy": remedy, "exit_code": 8} if remedy else {}),
+        **({"remedy": remedy} if remedy else {}),
+        **({} if command else {"exit_code": 8}),
         "summary": "\n".join(lines),
     }
 
