@@ -90,7 +90,7 @@ def test_modules_import_only_from_below():
     metadata inference data preparation unsloth_backend audit collected extensions recipe audited run_check outcome
     scoring scorer survey verdict fixes splits arms comparison comparison_page reload verification hub machine
     ledger rehearsal forecast heaviest planning artefacts tensors merging asking
-    merge_check merger export_check gguf_files llama_cpp gguf_check ollama serving publishing""".split()
+    layer_check merge_check merger export_check gguf_files llama_cpp gguf_check ollama serving publishing""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}
     assert modules == set(ladder)
     for name in ladder:
