@@ -71,7 +71,7 @@ def test_a_merge_is_verified_and_says_what_it_was_made_of(made):
     checks = found(result)
     assert result["sound"] and result["status"] == "done", result["summary"]
     kinds = ("text", "image", "audio")
-    assert list(checks) == ["files", "change", "reload", *(f"logits of {kind}" for kind in kinds), "answers"]
+    assert list(checks) == ["files", "change", "reload", "layers", *(f"logits of {kind}" for kind in kinds), "answers"]
     assert set(checks.values()) == {True}
     told = artefacts.read(merged)
     assert (told["made"], told["base"], told["changed"], told["dtype"]) == ("merge", "demo", 60, ["F32"])

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import ASSETS
-from gemma_trainer import artefacts, asking, merger, merging, models, tensors
+from gemma_trainer import artefacts, asking, merge_check, merger, merging, models, tensors
 from gemma_trainer.errors import CannotLoad, EnvironmentUnfit, UsageError
 
 
@@ -356,6 +356,72 @@ def test_memory_stays_near_one_layer(tmp_path):
         allocator.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
     assert job.changed == 16 * 7 and job.size > 130e6 and len(job.files) > 10
     assert grown < 0.3 * job.size
+
+
+def verdicts(result):
+    return {check["check"]: check["passed"] for check in result["checks"]}
+
+
+def left_out(right, module, attribute, base, at):
+    return base if at == 5 else right(module, attribute, base)
+
+
+def scaled(right, module, attribute, base, at):
+    return base + 0.7 * (right(module, attribute, base.clone()) - base)
+
+
+@pytest.mark.parametrize(("name", "lora"), [("gemma3_text", {}), CASES["experts"]])
+@pytest.mark.parametrize("fault", [left_out, scaled])
+def test_a_layer_merged_wrong_is_noticed_in_16_bits(name, lora, fault, tmp_path, monkeypatch):
+    """Logits do not tell: one layer of many is less than what their roundings come to."""
+    base = write_base(name, tmp_path / "base", torch.bfloat16)
+    run = write_adapter(base, tmp_path / "run", **lora)
+    monkeypatch.setattr(asking, "ANSWER_TOKENS", 4)
+    right, at = merging._merged, iter(range(1000))
+    monkeypatch.setattr(merging, "_merged", lambda *given: fault(right, *given, next(at)))
+    result = merger.merge(flags(run, tmp_path / "merged", logits=True))
+    assert result["exit_code"] == 8 and verdicts(result)["layers"] is False, result["summary"]
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "dtype"),
+    [
+        ("gemma4_moe", {}, "auto"),  # rounding chooses other experts
+        ("gemma3", {}, "fp32"),  # the base itself computes in 16 bits
+        ("gemma3", dict(target_modules=["fc1"]), "auto"),  # changes no answer to text
+        (*CASES["dora"], "auto"),
+        (*CASES["tokens"], "auto"),
+    ],
+)
+def test_what_rounding_does_is_no_fault(name, lora, dtype, tmp_path, monkeypatch):
+    base = write_base(name, tmp_path / "base", torch.bfloat16)
+    run = write_adapter(base, tmp_path / "run", **lora)
+    monkeypatch.setattr(asking, "ANSWER_TOKENS", 4)
+    result = merger.merge(flags(run, tmp_path / "merged", logits=True, dtype=dtype))
+    assert result["sound"] and verdicts(result)["layers"] is True, result["summary"]
+
+
+def test_a_change_that_rounding_takes_away_is_told(tmp_path):
+    base = write_base("gemma3_text", tmp_path / "base", torch.bfloat16)
+    run = write_adapter(base, tmp_path / "run")
+    held = load_file(run / "adapter_model.safetensors")
+    small = {name: value * 1e-3 if "lora_B" in name else value for name, value in held.items()}
+    save_file(small, run / "adapter_model.safetensors")
+    result = merger.merge(flags(run, tmp_path / "merged"))
+    assert result["exit_code"] == 8 and verdicts(result)["change"] is False and "--dtype fp32" in result["summary"]
+    assert verdicts(merger.merge(flags(run, tmp_path / "merged", dtype="fp32")))["change"] is True
+
+
+def test_tensors_that_the_adapter_is_not_for_are_the_bases(pair, tmp_path):
+    base, run = pair
+    job = merge_files(run, base, tmp_path / "merged")
+    assert merge_check.files(tmp_path / "merged", job, base).passed
+    held = load_file(tmp_path / "merged" / "model.safetensors")
+    held["model.norm.weight"][3] += 0.25
+    save_file(held, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
+    finding = merge_check.files(tmp_path / "merged", job, base)
+    assert finding.passed is False and "model.norm.weight is not the base's" in finding.told
 
 
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h

@@ -97,7 +97,7 @@ def test_modules_import_only_from_below():
     recipe audited run_check outcome scoring scorer json_answers replies asked overlaps pacing chat_apis
     refusals server teachers journal answer_filters judging self_instruct distilled distill_inputs distilling
     survey verdict fixes splits arms comparison comparison_page reload verification hub machine ledger rehearsal
-    forecast heaviest planning artefacts tensors merging asking merge_check merger export_check gguf_files
+    forecast heaviest planning artefacts tensors merging asking layer_check merge_check merger export_check gguf_files
     llama_cpp gguf_check ollama serving publishing evaluation_book evaluation_rows few_shots evaluation_work
     evaluation_figures evaluation_table evaluation evaluation_result""".split()
     modules = {path.stem for path in (ASSETS / "gemma_trainer").glob("*.py")} - {"__init__"}

@@ -207,7 +207,7 @@ def _replaced(trained: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
 
 class Merge:
     """The files of a merged model: `files` is what to write. As they are written, `adapted` counts the tensors that the
-    adapter is for, and `changed` those that became others.
+    adapter is for, and `changed` those that became others. `untouched` names those that the adapter is not for.
 
     Args:
         run, base: folders of the adapter and of its base.
@@ -227,12 +227,14 @@ class Merge:
         self.architecture, self.dtype = type(skeleton).__name__, dtype
         self.changes = changes_of(model, blanks, tied)
         self.changed = self.adapted = 0  # as they are written
+        self._wanted = self._kept = 0.0
         stored = stored_files(base)
         places = self._places(skeleton, blanks, [tensor.name for held in stored.values() for tensor in held])
         found = {tied_name for place in places.values() for tied_name in (tied if place in tied else {place})}
         self.added = [name for name in self.changes if name not in found]
         if lost := [name for name in self.added if not name.startswith("score.")]:
             raise CannotLoad(f"the adapter changes {lost[0]}, which is not in the files of {base}")
+        self.untouched = [name for name, place in places.items() if place not in self.changes]
         self.files = {name: [self._planned(tensor, places) for tensor in held] for name, held in stored.items()}
         for name in self.added:
             value = self.changes[name](None)
@@ -246,6 +248,12 @@ class Merge:
     def size(self) -> int:
         """Bytes of all files."""
         return sum(tensor.size for held in self.files.values() for tensor in held)
+
+    @property
+    def kept(self) -> float:
+        """How much of the change is left after rounding to the dtype of the files: 1 is all of it, along its own
+        direction. A change of less than half a step of a number is lost; that of a short run in 16 bits may be."""
+        return self._kept / self._wanted if self._wanted else 1.0
 
     def _places(self, skeleton, blanks: dict, keys: list[str]) -> dict[str, str]:
         """What transformers calls each key of the files as it loads them."""
@@ -270,23 +278,28 @@ class Merge:
         change = self.changes.get(places[tensor.name])
         dtype = self.dtype if self.dtype and tensor.dtype in FLOATS else tensor.dtype
         if change is not None:
-            return Planned.of(tensor.name, dtype, tensor.shape, lambda: self._make(tensor, change))
+            return Planned.of(tensor.name, dtype, tensor.shape, lambda: self._make(tensor, change, FLOATS[dtype]))
         if dtype == tensor.dtype:
             return Planned(tensor.name, dtype, tensor.shape, tensor.size, tensor.pieces)
         return Planned.of(tensor.name, dtype, tensor.shape, tensor.read)
 
-    def _make(self, tensor: Stored, change: Callable) -> torch.Tensor:
-        own = FLOATS[tensor.dtype]
+    def _make(self, tensor: Stored, change: Callable, dtype: torch.dtype) -> torch.Tensor:
         merged = change(tensor.read())
         if merged.shape != tensor.shape:
             raise CannotLoad(f"the adapter makes {tensor.name} another shape than it has in the base")
-        self.adapted += 1
-        self.changed += not torch.equal(merged.to(own), tensor.read().to(own))
+        changed = False
+        for new, old in zip(_slices(merged), _slices(tensor.read()), strict=True):
+            wanted, rounded = new - old, new.to(dtype).float() - old.to(dtype).float()
+            changed |= bool(rounded.any())
+            self._wanted += float((wanted * wanted).sum())
+            self._kept += float((wanted * rounded).sum())
+        self.adapted, self.changed = self.adapted + 1, self.changed + changed
         return merged
 
-    def _add(self, value: torch.Tensor) -> torch.Tensor:
-        self.adapted, self.changed = self.adapted + 1, self.changed + 1
-        return value
+
+def _slices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor as float32, some million numbers at a time."""
+    return tensor.reshape(-1).float().split(2**22)
 
 
 @contextlib.contextmanager
