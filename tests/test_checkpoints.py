@@ -223,6 +223,7 @@ def test_auto_batch_halves_until_it_fits(tmp_path, capsys):
         batch_size: int = 6
         grad_accum: int = 2
         auto_batch: bool = True
+        less_memory = "lower --max-len"
 
     run = runs.Run("sft_train", str(tmp_path))
     run.open()
