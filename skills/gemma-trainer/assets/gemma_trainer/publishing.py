@@ -30,7 +30,7 @@ SECRET = re.compile(
 # 3.1 (of Gemma 1 to 3n; Gemma 4 has https://ai.google.dev/gemma/apache_2), and Apache License 2.0, 4.
 TERMS = {
     "gemma": "as 3.1 of the Gemma Terms of Use (ai.google.dev/gemma/terms) has it, pass on a copy of them, bind others "
-    "to their use restrictions, say that the files were changed, and add a NOTICE file with the line: Gemma is provided "
+    "to their use restrictions, say that the files were changed, and add a NOTICE file that says: Gemma is provided "
     "under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
     "apache-2.0": "pass on a copy of the Apache License 2.0 and the notices of the base model, and say that the "
     "weights were changed",
