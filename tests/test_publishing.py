@@ -81,6 +81,12 @@ def _response():
     return httpx.Response(404, request=httpx.Request("GET", "https://hub"))
 
 
+def _broken():
+    import httpx
+
+    raise httpx.ConnectError("connection lost")
+
+
 def publish(folder, **more) -> dict:
     return export.hub(export.HubFlags(**({"path": str(folder), "repo": "me/mine"} | more)))
 
@@ -133,6 +139,10 @@ def test_a_public_repository_must_be_meant(run, api):
 def test_a_push_needs_a_token_and_the_hub(run, api, monkeypatch):
     monkeypatch.setattr(hub, "unreachable", lambda: "offline by HF_HUB_OFFLINE")
     with pytest.raises(CannotLoad, match="offline"):
+        publish(run, push=True)
+    monkeypatch.setattr(hub, "unreachable", lambda: "")
+    monkeypatch.setattr(api, "create_repo", lambda *_, **__: _broken(), raising=False)
+    with pytest.raises(CannotLoad, match="not finished .connection lost"):
         publish(run, push=True)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(CannotLoad, match="hf auth login") as caught:

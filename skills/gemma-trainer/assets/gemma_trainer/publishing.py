@@ -213,8 +213,9 @@ def _push(config, folder: Path, files: dict[str, int], made: str | None) -> str:
     Raises:
         CannotLoad: no token, offline, or the hub refuses.
     """
+    import httpx
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     if get_token() is None:
         raise CannotLoad("--push needs a token of the hub: hf auth login (or HF_TOKEN)")
@@ -222,20 +223,27 @@ def _push(config, folder: Path, files: dict[str, int], made: str | None) -> str:
         raise CannotLoad(f"--push: the hub cannot be asked ({problem})")
     api = HfApi()
     try:
-        if not config.public and not api.repo_info(config.repo).private:
+        if not config.public and _is_public(api, config.repo):
             raise UsageError(f"{config.repo} is a public repository: say --public if that is meant")
-    except RepositoryNotFoundError:  # a new one
-        pass
-    except HfHubHTTPError as problem:
-        raise CannotLoad(f"--push: the hub refuses ({_first_line(problem)})") from None
-    try:
         url = api.create_repo(config.repo, private=not config.public, exist_ok=True)
         if made is not None:
             api.upload_file(path_or_fileobj=made.encode(), path_in_repo="README.md", repo_id=config.repo)
         api.upload_folder(folder_path=folder, repo_id=config.repo, allow_patterns=[glob.escape(name) for name in files])
     except HfHubHTTPError as problem:
         raise CannotLoad(f"--push: the hub refuses ({_first_line(problem)})") from None
+    except (httpx.HTTPError, OSError) as problem:
+        raise CannotLoad(f"--push: not finished ({_first_line(problem)}): run it again, it goes on") from None
     return str(url)
+
+
+def _is_public(api, repo: str) -> bool:
+    """Whether a repository is there and public."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return not api.repo_info(repo).private
+    except RepositoryNotFoundError:
+        return False
 
 
 def _first_line(problem: Exception) -> str:
