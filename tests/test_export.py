@@ -167,3 +167,47 @@ def test_scores_and_answers_agree_within_what_rounding_does(made):
     assert export_check.verdict([same, other | {"apart": 0.01}], "").passed
     assert export_check.verdict([], "").passed is None
     assert run_check.inspect(str(merged))["kind"] == "model" and torch.is_tensor(next(model.parameters()))
+
+
+def export_to(output, content, overwrite=True):
+    with artefacts.new_folder(str(output), "merge", overwrite) as folder:
+        (folder / "weights").write_text(content)
+        artefacts.write(folder, {"made": "merge"})
+
+
+def test_an_older_export_is_lost_to_no_accident(tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    export_to(output, "first")
+
+    def broken(folder):
+        assert (output / "weights").read_text() == "first"  # while the new one is brought to the disk
+        raise OSError("the disk fails")
+
+    monkeypatch.setattr(artefacts, "sync_folder", broken)
+    with pytest.raises(OSError, match="disk fails"):
+        export_to(output, "second")
+    monkeypatch.undo()
+    monkeypatch.setattr(artefacts, "move_whole", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_to(output, "second")
+    monkeypatch.undo()
+    assert (output / "weights").read_text() == "first" and list(tmp_path.iterdir()) == [output]
+
+    (tmp_path / ".out.unfinished-killed").mkdir()  # between the two moves
+    output.rename(tmp_path / ".out.unfinished-killed" / artefacts.OLDER)
+    with pytest.raises(UsageError, match="there already"):
+        export_to(output, "second", overwrite=False)
+    assert (output / "weights").read_text() == "first" and list(tmp_path.iterdir()) == [output]
+
+
+def test_what_appears_meanwhile_is_kept_and_links_stay(tmp_path):
+    output, elsewhere, link = tmp_path / "out", tmp_path / "large disk", tmp_path / "link"
+    with pytest.raises(UsageError, match="there already"), artefacts.new_folder(str(output), "merge", False) as folder:
+        artefacts.write(folder, {"made": "merge"})
+        export_to(output, "another process")
+    assert (output / "weights").read_text() == "another process"
+    elsewhere.mkdir()
+    link.symlink_to(elsewhere)
+    export_to(link, "here")
+    export_to(link, "there")
+    assert link.is_symlink() and (elsewhere / "weights").read_text() == "there"

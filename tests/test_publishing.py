@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import export
@@ -80,6 +81,12 @@ def _response():
     return httpx.Response(404, request=httpx.Request("GET", "https://hub"))
 
 
+def _broken():
+    import httpx
+
+    raise httpx.ConnectError("connection lost")
+
+
 def publish(folder, **more) -> dict:
     return export.hub(export.HubFlags(**({"path": str(folder), "repo": "me/mine"} | more)))
 
@@ -95,7 +102,18 @@ def test_nothing_is_uploaded_unless_it_is_asked_for(run, api):
     wanted = {"README.md", "adapter_model.safetensors", "adapter_config.json", "training_metadata.json"}
     assert wanted <= set(result["files"]) and not result["card_made"]
     assert result["base"] == {"name": "google/gemma-3-4b-it", "license": "gemma", "gated": True}
-    assert "gemma, of google/gemma-3-4b-it, which is gated" in told(result, "licence")
+    licence = told(result, "licence")
+    assert "gemma, of google/gemma-3-4b-it, which is gated" in licence
+    assert "NOTICE" in licence  # an adapter is a change of the model, which the terms are of, too
+
+
+def test_notices_go_along_however_they_are_spelled(run, api):
+    for name in ("Notice.txt", "LICENSE", "odd[1].gguf"):
+        (run / name).write_text("x")
+    result = publish(run, push=True)
+    _, (_, _, sent) = api.called
+    assert {"Notice.txt", "LICENSE", "odd[1].gguf"} <= set(result["files"])
+    assert [name for name in result["files"] if not any(fnmatch(name, one) for one in sent["allow_patterns"])] == []
 
 
 def test_a_push_makes_a_private_repository_and_uploads_what_was_listed(run, api):
@@ -122,6 +140,10 @@ def test_a_push_needs_a_token_and_the_hub(run, api, monkeypatch):
     monkeypatch.setattr(hub, "unreachable", lambda: "offline by HF_HUB_OFFLINE")
     with pytest.raises(CannotLoad, match="offline"):
         publish(run, push=True)
+    monkeypatch.setattr(hub, "unreachable", lambda: "")
+    monkeypatch.setattr(api, "create_repo", lambda *_, **__: _broken(), raising=False)
+    with pytest.raises(CannotLoad, match="not finished .connection lost"):
+        publish(run, push=True)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     with pytest.raises(CannotLoad, match="hf auth login") as caught:
         publish(run, push=True)
@@ -134,6 +156,11 @@ def test_a_push_needs_a_token_and_the_hub(run, api, monkeypatch):
         ("training_metadata.json", json.dumps(FACTS | {"metadata": {"key": "hf_" + "a" * 34}}), "secrets"),
         ("README.md", "---\nlicense: gemma\n---\n-----BEGIN RSA PRIVATE KEY-----", "secrets"),
         ("adapter_config.json", json.dumps({"base_model_name_or_path": str(Path(__file__).parent)}), "paths"),
+        ("adapter_config.json", json.dumps({"base_model_name_or_path": "/home/who/gone/gemma"}), "paths"),
+        ("adapter_config.json", json.dumps({"base_model_name_or_path": "runs/one/base-model"}), "paths"),
+        ("training_metadata.json", json.dumps(FACTS | {"a": [{"b": "C:\\Users\\who\\rows.jsonl"}]}), "paths"),
+        ("README.md", "---\nlicense: gemma\nbase_model: /home/who/gemma\n---\n", "paths"),
+        ("training_metadata.json", json.dumps(FACTS | {"a": "github_pat_" + "a" * 40}), "secrets"),
         ("README.md", "# no metadata", "card"),
         ("chat_template.jinja", None, "chat template"),
         ("adapter_model.safetensors", None, "weights"),

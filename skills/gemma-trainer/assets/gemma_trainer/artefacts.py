@@ -17,11 +17,12 @@ except ImportError:  # Windows
     fcntl = None
 
 from .errors import CannotLoad, EnvironmentUnfit, UsageError
-from .files import finite, move_whole, user_path, write_whole
+from .files import finite, move_whole, sync_folder, user_path, write_whole
 
 # Beside an exported model: what it was made from, what was checked, and up to three rows with the answers to them. The
 # rows are the user's data, so it stays on this machine: whatever hands a folder on leaves this file out.
 FILE = "export.json"
+OLDER = "older"  # the name of what is about to be replaced, for the moment between two moves
 
 
 def kind_of(path: str | Path) -> str:
@@ -82,15 +83,11 @@ def new_folder(output: str | None, made: str, overwrite: bool) -> Iterator[Path]
     """
     if not output:
         raise UsageError("--output is required")
-    target = user_path(output)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        if not overwrite:
-            raise UsageError(f"--output {output} is there already: give another, or --overwrite")
-        if read(target).get("made") != made:
-            raise UsageError(f"--output {output} was not made by this command: --overwrite replaces only such folders")
+    target = user_path(output).resolve()  # a link stays, and what it leads to is written
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
+        _must_be_free(target, output, made, overwrite)
         folder = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.unfinished-")
     except OSError as problem:
         raise EnvironmentUnfit(f"--output {output} cannot be made ({problem.strerror})") from None
@@ -98,18 +95,43 @@ def new_folder(output: str | None, made: str, overwrite: bool) -> Iterator[Path]
         staged = Path(aside) / target.name
         staged.mkdir()
         yield staged
-        if not (staged / FILE).is_file():
-            return
+        if (staged / FILE).is_file():
+            _must_be_free(target, output, made, overwrite)  # no other process has been faster
+            _put(staged, target, Path(aside) / OLDER)
+
+
+def _must_be_free(target: Path, output: str, made: str, overwrite: bool) -> None:
+    """Refuse to replace what is at `target`, but for an older export of this kind with `overwrite` (UsageError)."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        if not overwrite:
+            raise UsageError(f"--output {output} is there already: give another, or --overwrite")
+        if read(target).get("made") != made:
+            raise UsageError(f"--output {output} was not made by this command: --overwrite replaces only such folders")
+
+
+def _put(staged: Path, target: Path, older: Path) -> None:
+    """Put a finished folder in its place; what was there is back where that fails."""
+    sync_folder(staged)  # which may take long: before anything is moved
+    try:
         if target.exists():
-            os.replace(target, Path(aside) / "older")
+            os.replace(target, older)
         move_whole(staged, target)
+    finally:
+        _put_back(older, target)
+
+
+def _put_back(older: Path, target: Path) -> None:
+    if older.is_dir() and not target.exists():
+        os.replace(older, target)
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what killed processes have left beside `target`: folders that nobody holds the lock of."""
+    """Remove what killed processes have left beside `target`: folders that nobody holds the lock of. The export that
+    one of them was about to replace is put back."""
     for folder in target.parent.glob(f"{glob.escape(f'.{target.name}.unfinished-')}*"):
         with _locked(folder) as free:
             if free:
+                _put_back(folder / OLDER, target)
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from dataclasses import asdict
@@ -16,21 +17,25 @@ from .run_check import Finding
 
 # What is uploaded, and nothing else: not run.json, report.html, samples.json, metrics.jsonl and export.json, which hold
 # rows, answers and paths of this machine; not checkpoints, optimizer states and the base model.
-UPLOADED = """README.md LICENSE* NOTICE* adapter_config.json adapter_model*.safetensors* config.json
+UPLOADED = """README.md license* notice* adapter_config.json adapter_model*.safetensors* config.json
 generation_config.json model*.safetensors model.safetensors.index.json processor_config.json preprocessor_config.json
-tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
-training_metadata.json *.gguf""".split()
+video_preprocessor_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json
+added_tokens.json chat_template.jinja chat_template.json training_metadata.json *.gguf""".lower().split()
 WEIGHTS = (".safetensors", ".gguf", ".model")
 SECRET = re.compile(
-    r"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bghp_[A-Za-z0-9]{30,}|\bAKIA[0-9A-Z]{16}\b"
-    r"|BEGIN [A-Z ]*PRIVATE KEY"
+    r"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\b(ghp_|github_pat_|glpat-)[A-Za-z0-9_-]{20,}|\bAKIA[0-9A-Z]{16}\b"
+    r"|\bAIza[A-Za-z0-9_-]{35}|\bxox[abeprs]-[A-Za-z0-9-]{10,}|BEGIN [A-Z ]*PRIVATE KEY"
 )
+# What each licence asks of who passes on weights, or an adapter to them. Sources: https://ai.google.dev/gemma/terms,
+# 3.1 (of Gemma 1 to 3n; Gemma 4 has https://ai.google.dev/gemma/apache_2), and Apache License 2.0, 4.
 TERMS = {
-    "gemma": "the Gemma Terms of Use go with it (ai.google.dev/gemma/terms): pass on a copy and its use restrictions, "
-    "and a NOTICE that says: Gemma is provided under and subject to the Gemma Terms of Use found at "
-    "ai.google.dev/gemma/terms",
-    "apache-2.0": "pass on a copy of the Apache License 2.0, and say that the weights were changed (the card does)",
+    "gemma": "as 3.1 of the Gemma Terms of Use (ai.google.dev/gemma/terms) has it, pass on a copy of them, bind others "
+    "to their use restrictions, say that the files were changed, and add a NOTICE file that says: Gemma is provided "
+    "under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
+    "apache-2.0": "pass on a copy of the Apache License 2.0 and the notices of the base model, and say that the "
+    "weights were changed",
 }
+LOCAL = re.compile(r"(/|~|\.{1,2}[/\\]|[A-Za-z]:[/\\]|\\\\).*", re.S)  # how a path of a machine begins
 
 
 def publish(config) -> dict:
@@ -82,7 +87,7 @@ def files_of(folder: Path) -> tuple[dict[str, int], list[str]]:
     """({name: bytes} of the files that are uploaded, what else is in the folder)."""
     files, left = {}, []
     for path in sorted(folder.iterdir()):
-        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in UPLOADED):
+        if path.is_file() and any(fnmatch(path.name.lower(), pattern) for pattern in UPLOADED):
             files[path.name] = path.stat().st_size
         else:
             left.append(path.name + "/" * path.is_dir())
@@ -151,7 +156,7 @@ def _findings(folder: Path, files: dict[str, int], text: str) -> list[Finding]:
             continue
         content = (folder / name).read_text(encoding="utf-8", errors="replace")
         secret += [name] if SECRET.search(content) else []
-        path += [name] if name.endswith(".json") and _names_a_path(content) else []
+        path += [name] if _names_a_path(name, content) else []
     if secret:
         findings.append(
             Finding("secrets", False, f"{', '.join(secret)} holds what looks like a token or key: take it out")
@@ -167,34 +172,38 @@ def _findings(folder: Path, files: dict[str, int], text: str) -> list[Finding]:
     return findings
 
 
-def _names_a_path(content: str) -> bool:
-    """Whether a value in some JSON is a folder or file of this machine by its whole path."""
+def _names_a_path(name: str, content: str) -> bool:
+    """Whether a base model is named by its place on a machine, or a value in some JSON is such a place."""
+    if name == "README.md":
+        found = re.match(r"---\n(?:.*\n)*?base_model: *[\"']?([^\"'\n]+)", content)
+        return bool(found) and not metadata.HUB_ID.fullmatch(found[1].strip())
     try:
-        found = json.loads(content)
+        values = [json.loads(content)] if name.endswith(".json") else []
     except (ValueError, RecursionError):
         return False
-    values = [found]
     while values:
         value = values.pop()
-        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-        known = isinstance(value, str) and len(value) < 4096 and len(Path(value).parts) > 2
-        if known and Path(value).is_absolute() and Path(value).exists():
+        if isinstance(value, dict):
+            base = value.get("base_model_name_or_path")
+            if base and (not metadata.HUB_ID.fullmatch(str(base)) or Path(base).is_dir()):
+                return True
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, str) and LOCAL.fullmatch(value) and len(re.split(r"[/\\]+", value)) > 3:
             return True
     return False
 
 
 def _licence(kind: str, base: dict) -> Finding:
-    """Whose licence goes with what is uploaded."""
+    """Whose licence goes with what is uploaded, as the base model's card has it, or else its family."""
     licence, name = base["license"], base["name"] or "its base model"
     gated = {True: ", which is gated", False: ", which is not gated", None: ""}[base["gated"]]
     if licence is None:
-        told = f"not known of {name}{gated}: read it before the weights leave this machine"
-    elif kind == "adapter":
-        told = f"{licence}, of {name}{gated}: the adapter is a change of it, and who loads it fetches that model"
+        told = f"not known of {name}{gated}: read it before anything leaves this machine"
     else:
-        told = (
-            f"{licence}, of {name}{gated}, whose weights are in these files: {TERMS.get(licence, 'its terms go along')}"
-        )
+        part = "which this adapter changes" if kind == "adapter" else "whose weights are in these files"
+        told = f"{licence}, of {name}{gated}, {part}: {TERMS.get(licence, 'its terms go along')}. Read it there first"
     return Finding("licence", None, told)
 
 
@@ -204,8 +213,9 @@ def _push(config, folder: Path, files: dict[str, int], made: str | None) -> str:
     Raises:
         CannotLoad: no token, offline, or the hub refuses.
     """
+    import httpx
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     if get_token() is None:
         raise CannotLoad("--push needs a token of the hub: hf auth login (or HF_TOKEN)")
@@ -213,20 +223,27 @@ def _push(config, folder: Path, files: dict[str, int], made: str | None) -> str:
         raise CannotLoad(f"--push: the hub cannot be asked ({problem})")
     api = HfApi()
     try:
-        if not config.public and not api.repo_info(config.repo).private:
+        if not config.public and _is_public(api, config.repo):
             raise UsageError(f"{config.repo} is a public repository: say --public if that is meant")
-    except RepositoryNotFoundError:  # a new one
-        pass
-    except HfHubHTTPError as problem:
-        raise CannotLoad(f"--push: the hub refuses ({_first_line(problem)})") from None
-    try:
         url = api.create_repo(config.repo, private=not config.public, exist_ok=True)
         if made is not None:
             api.upload_file(path_or_fileobj=made.encode(), path_in_repo="README.md", repo_id=config.repo)
-        api.upload_folder(folder_path=folder, repo_id=config.repo, allow_patterns=list(files))
+        api.upload_folder(folder_path=folder, repo_id=config.repo, allow_patterns=[glob.escape(name) for name in files])
     except HfHubHTTPError as problem:
         raise CannotLoad(f"--push: the hub refuses ({_first_line(problem)})") from None
+    except (httpx.HTTPError, OSError) as problem:
+        raise CannotLoad(f"--push: not finished ({_first_line(problem)}): run it again, it goes on") from None
     return str(url)
+
+
+def _is_public(api, repo: str) -> bool:
+    """Whether a repository is there and public."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return not api.repo_info(repo).private
+    except RepositoryNotFoundError:
+        return False
 
 
 def _first_line(problem: Exception) -> str:
