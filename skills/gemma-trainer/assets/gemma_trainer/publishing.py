@@ -213,7 +213,6 @@ def _push(config, folder: Path, files: dict[str, int], made: str | None) -> str:
     Raises:
         CannotLoad: no token, offline, or the hub refuses.
     """
-    import httpx
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -231,9 +230,17 @@ def _push(config, folder: Path, files: dict[str, int], made: str | None) -> str:
         api.upload_folder(folder_path=folder, repo_id=config.repo, allow_patterns=[glob.escape(name) for name in files])
     except HfHubHTTPError as problem:
         raise CannotLoad(f"--push: the hub refuses ({_first_line(problem)})") from None
-    except (httpx.HTTPError, OSError) as problem:
+    except (*_transport_errors(), OSError) as problem:
         raise CannotLoad(f"--push: not finished ({_first_line(problem)}): run it again, it goes on") from None
     return str(url)
+
+
+def _transport_errors() -> list[type[Exception]]:
+    """What the library under the hub's client raises where the line breaks: httpx, of newer clients httpx2."""
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    return [import_module(name).HTTPError for name in ("httpx", "httpx2") if find_spec(name)]
 
 
 def _is_public(api, repo: str) -> bool:
