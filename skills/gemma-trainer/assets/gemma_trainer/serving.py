@@ -125,6 +125,10 @@ def vllm(config) -> dict:
         if hasattr(base_config, "vision_config"):
             given += ["--limit-mm-per-prompt", '{"video": 0}']  # nothing here trains on video
     remedy = f"export.py merge {config.path} --output merged, then export.py vllm merged"
+    if any("reward_score.py" in finding.told for finding in findings):
+        remedy = "score with reward_score.py"
+    elif kind == "model":
+        remedy = "ask it with transformers, or a server that has its class"
     return _told(kind, shlex.join(given) if served else None, findings, "vllm", None if served else remedy)
 
 
