@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from gemma_trainer import families, models, serving
+from gemma_trainer import families, models, ollama, serving
 from gemma_trainer.errors import CannotLoad
 
 # From the tools' own sources: vllm/engine/arg_utils.py and entrypoints/*/cli_args.py (0.33.0), mlx_vlm/convert.py and
@@ -162,7 +162,14 @@ def test_what_vllm_refuses_of_an_adapters_config(adapt, options, said):
     assert ("merge" in result.get("remedy", "")) == (said != "reward adapter")  # merged it would score, not speak
 
 
-def test_a_reward_adapter_or_lost_weights_are_told(adapt):
+def test_a_reward_model_or_lost_weights_are_told(adapt, made, tmp_path):
+    assert "reward_score.py" in vllm(adapt(task_type="SEQ_CLS"))["remedy"]  # merged it speaks no more than before
+    config, name, _ = made["gemma4"]
+    named = {"architectures": [name.replace("ConditionalGeneration", "SequenceClassification")]}
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | named))
+    assert "reward_score.py" in vllm(tmp_path)["remedy"]
+    with pytest.raises(CannotLoad, match="reward_score.py"):
+        ollama._model_source(tmp_path)
     adapter = adapt()
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model-00001-of-00001.safetensors")
     assert "the one file vLLM reads" in told(vllm(adapter))

@@ -124,10 +124,12 @@ def vllm(config) -> dict:
         given += ["--enable-auto-tool-choice", "--tool-call-parser", "gemma4", "--reasoning-parser", "gemma4"]
         if hasattr(base_config, "vision_config"):
             given += ["--limit-mm-per-prompt", '{"video": 0}']  # nothing here trains on video
-    remedy = None if served else f"export.py merge {config.path} --output merged, then export.py vllm merged"
-    if kind == "model" or any("reward" in finding.told for finding in findings):
-        remedy = None  # merged it would not be served either
-    return _told(kind, shlex.join(given) if served else None, findings, "vllm", remedy)
+    remedy = f"export.py merge {config.path} --output merged, then export.py vllm merged"
+    if any("reward_score.py" in finding.told for finding in findings):
+        remedy = "score with reward_score.py"
+    elif kind == "model":
+        remedy = "ask it with transformers, or a server that has its class"
+    return _told(kind, shlex.join(given) if served else None, findings, "vllm", None if served else remedy)
 
 
 def _told(kind: str, command: str | None, findings: list[Finding], tool: str, remedy: str | None) -> dict:
