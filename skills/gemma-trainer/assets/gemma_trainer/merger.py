@@ -58,7 +58,7 @@ def check_room(folder: Path, needed: int) -> None:
     """Refuse a disk that a model of `needed` bytes does not fit on (EnvironmentUnfit)."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE:
-        told = f"the merged model takes {mib(needed)}, {mib(free)} are free"
+        told = f"the merged model takes {mib(needed + SPARE)} with all beside it, {mib(free)} are free"
         raise EnvironmentUnfit(f"not enough disk for --output: {told}. Free some, or choose another place")
 
 
