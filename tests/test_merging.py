@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import ASSETS
-from gemma_trainer import artefacts, asking, merge_check, merger, merging, models, tensors
+from gemma_trainer import artefacts, asking, inference, merge_check, merger, merging, models, tensors
 from gemma_trainer.errors import CannotLoad, EnvironmentUnfit, UsageError
 
 
@@ -325,7 +325,8 @@ def test_a_reward_adapter_becomes_a_whole_reward_model(model_folder, tmp_path):
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     trained = load_file(run / "adapter_model.safetensors")["base_model.model.score.weight"]
     assert model.config.num_labels == 1 and torch.equal(model.score.weight, trained)
-    collator = asking.collator_of(models.load_processor(str(tmp_path / "merged"), model.config), model.config, {})
+    processor = models.load_processor(str(tmp_path / "merged"), model.config)
+    collator = inference.prompting_collator(processor, model.config, {}, 512)
     for probe in asking.bundled_rows(collator.modalities):  # compared by what the score is the sum of: it may be near 0
         score = asking.said_by(model.eval(), collator, probe["row"], reward=True)["score"]
         parts = asking.logits_of(model, collator, probe["row"], reward=True)

@@ -92,7 +92,7 @@ def _try(check: Check) -> None:
         raise Fault("bad_check", f"{check.name} takes true or a text")
     try:
         if check.name == "json_schema":
-            _schema(check.setting)
+            schema_validator(check.setting)
         check.passes(Answer("0", 1, True))
     except Exception as problem:
         reason = (str(problem).splitlines() or [""])[0][:100]
@@ -106,10 +106,11 @@ def as_json(text: str) -> Any:
     """The JSON value of an answer, also of one in a ```json fence; raises ValueError."""
     text = text.strip()
     fenced = FENCE.match(text)
-    return json.loads(fenced[1] if fenced else text, parse_constant=_refuse)
+    return json.loads(fenced[1] if fenced else text, parse_constant=refuse_constant)
 
 
-def _refuse(name: str):
+def refuse_constant(name: str):
+    """For `json`: NaN and Infinity are no JSON."""
     raise ValueError(f"{name} is no JSON")
 
 
@@ -121,7 +122,8 @@ def _is_json(answer: Answer, setting, expected) -> bool:
     return True
 
 
-def _schema(schema):
+def schema_validator(schema):
+    """The validator of a JSON Schema; raises jsonschema's SchemaError where it is none."""
     from jsonschema import validators
     from jsonschema_specifications import REGISTRY
 
@@ -133,7 +135,7 @@ def _schema(schema):
 def _fits_schema(answer: Answer, schema, expected) -> bool:
     if not _is_json(answer, True, None):
         return False
-    return _schema(schema).is_valid(as_json(answer.text))
+    return schema_validator(schema).is_valid(as_json(answer.text))
 
 
 def _has_fields(answer: Answer, fields: list[str], expected) -> bool:

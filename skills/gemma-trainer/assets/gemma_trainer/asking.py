@@ -11,32 +11,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
-from . import arms, families, models, sources
+from . import arms, models, sources
 from .answer_checks import normalize
-from .collator import MultimodalCollator
 from .demo import SAMPLES
 from .errors import MediaError, RowError, TrainerError
 from .eval_prompts import read_prompt
 from .media_files import embedded, suffix_of
 from .rows import SOURCE, read_row, without_none
-from .run_check import state_of
+from .run_check import run_folder, state_of
 from .writing import replace_media
 
 ASKED = 3  # rows
 ANSWER_TOKENS = 64
 SAME_SCORE = 0.02  # of a score: what bfloat16 leaves of it over some dozen layers
 AS_SURE = 0.1  # of a mean log-probability; another model, such as the base, is further off
+MAX_LEN = 8192  # tokens of a row that is asked
 LARGEST = 4 * 2**20  # bytes of a row with its media that are kept beside a model
-
-
-def run_of(folder: Path) -> Path:
-    """The folder of the run that an adapter or a checkpoint belongs to: its own, or the one above."""
-    return folder if (folder / "run.json").is_file() else folder.resolve().parent
 
 
 def rows_of_run(run: Path) -> list[dict]:
     """The rows that a run shows samples of, each as `portable`; as many as are still where they were."""
-    record = state_of(run_of(run)) or {}
+    record = state_of(run_folder(run)) or {}
     wanted = {sample["row"] for sample in record.get("samples") or []}
     if not wanted:
         return []
@@ -59,7 +54,7 @@ def rows_of_run(run: Path) -> list[dict]:
 
 def answered_rows(run: Path) -> list[dict]:
     """The rows that a run shows samples of, as far as they are still there, with its answers then."""
-    said = {sample["row"]: sample["answer"] for sample in (state_of(run_of(run)) or {}).get("samples") or []}
+    said = {sample["row"]: sample["answer"] for sample in (state_of(run_folder(run)) or {}).get("samples") or []}
     return [row | {"answer": said[row["name"]]} for row in rows_of_run(run)]
 
 
@@ -118,23 +113,6 @@ def portable(raw, name: str) -> dict:
 # ---- the models
 
 
-def collator_of(processor, config, facts: dict) -> MultimodalCollator:
-    """The collator that renders rows as in training; `facts` are those of `metadata.facts_of`."""
-    return MultimodalCollator(
-        processor,
-        8192,
-        thinking=(facts.get("labels") or {}).get("thinking", "auto"),
-        on_bad_media="skip",
-        placeholders="needed",
-        modalities=families.modalities(processor, config),
-    )
-
-
-def is_reward(config) -> bool:
-    """Whether a config is that of a model that scores."""
-    return any("SequenceClassification" in name for name in config.architectures or [])
-
-
 def load_plain(folder: str, reward: bool = False, trained: Mapping = MappingProxyType({})):
     """A whole model with transformers alone, as its card says.
 
@@ -156,7 +134,7 @@ def load_plain(folder: str, reward: bool = False, trained: Mapping = MappingProx
 
     config, _ = models.load_config(folder)
     dtype = getattr(torch, str(trained.get("precision", "auto")).split()[0], "auto")
-    kind, options = models._auto_class(config), {"dtype": dtype, "output_loading_info": True}
+    kind, options = models.speaking_class(config), {"dtype": dtype, "output_loading_info": True}
     if reward:
         kind, options = AutoModelForSequenceClassification, options | {"num_labels": 1}
     if str(trained.get("quantization")).startswith("4-bit") and device_type() == "cuda" and find_spec("bitsandbytes"):

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from .answer_checks import _schema, read_checks
+from .answer_checks import read_checks, schema_validator
 from .answer_filters import Rules
 from .errors import DataError, Fault, UsageError
 from .files import user_path
@@ -57,7 +57,7 @@ def read_rules(config) -> Rules:
     if config.json_schema:
         try:
             schema = _json_flag(user_path(config.json_schema).read_text(encoding="utf-8"), "--json-schema")
-            _schema(schema).is_valid({})  # which also finds a schema that refers to itself alone
+            schema_validator(schema).is_valid({})  # which also finds a schema that refers to itself alone
             _find_refs(schema)
         except OSError as problem:
             raise DataError(f"--json-schema {config.json_schema}: {problem.strerror}") from None

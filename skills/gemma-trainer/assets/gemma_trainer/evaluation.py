@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import sources
+from . import metadata, sources
 from .cli import note
 from .demo import SAMPLES
 from .errors import CannotLoad, DataError, Interrupted, UsageError
@@ -16,7 +16,6 @@ from .evaluation_rows import Item, Rows, began_with, files_of, open_heldout, ope
 from .files import user_path
 from .generation import Question
 from .goals import Goal
-from .metadata import HUB_ID
 
 FORMAT = 1  # of answers.jsonl: another is not gone on with
 GUARD = SAMPLES / "general.jsonl"
@@ -98,7 +97,9 @@ def _before(config) -> str | None:
     if config.against:
         return None if config.against == "off" else config.against
     before = began_with(config.model)
-    return before if before and (before == "demo" or Path(before).is_dir() or HUB_ID.fullmatch(before)) else None
+    return (
+        before if before and (before == "demo" or Path(before).is_dir() or metadata.HUB_ID.fullmatch(before)) else None
+    )
 
 
 def _check_models(config) -> None:
@@ -106,11 +107,8 @@ def _check_models(config) -> None:
     for name in filter(None, (config.model, config.against, config.judge)):
         if name.startswith((".", "/", "~")) and not Path(name).is_dir():
             raise CannotLoad(f"{name}: no such folder")
-    if config.judge and Path(config.judge).is_dir():
-        file = Path(config.judge) / ("adapter_config.json" if _is_adapter(config.judge) else "config.json")
-        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-        if "SEQ_CLS" not in text and "ForSequenceClassification" not in text:
-            raise CannotLoad(f"--judge {config.judge} is no reward model: give the run of reward_train.py")
+    if config.judge and Path(config.judge).is_dir() and not metadata.is_reward_model(Path(config.judge)):
+        raise CannotLoad(f"--judge {config.judge} is no reward model: give the run of reward_train.py")
 
 
 def _goals(given: tuple[str, ...]) -> list[Goal]:
@@ -333,9 +331,7 @@ def _answer(work: Work, arms: list[str], name: str) -> None:
 
 def _facts(name: str | None) -> dict:
     """What a model's folder says of how it was trained."""
-    from .metadata import read
-
-    return (read(Path(name)) if name and Path(name).is_dir() else None) or {}
+    return (metadata.read(Path(name)) if name else None) or {}
 
 
 def _free() -> None:

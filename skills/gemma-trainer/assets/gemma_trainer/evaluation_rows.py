@@ -19,7 +19,7 @@ from .eval_prompts import read_prompt
 from .generation import Question
 from .preferences import read_preference
 from .rows import SOURCE, read_row, without_none
-from .run_check import state_of
+from .run_check import run_folder, state_of
 from .targets import messages_row
 
 CHAT, PAIR, CHOICES = "chat", "pair", "choices"
@@ -75,10 +75,8 @@ class Rows:
 
 
 def run_of(model: str | None) -> dict | None:
-    """The record of the run that made a model: `run.json` in its folder, or of a checkpoint in the folder above."""
-    if not model or not Path(model).is_dir():
-        return None
-    return state_of(Path(model)) or state_of(Path(model).resolve().parent)
+    """The record of the run that made a model, None where there is none."""
+    return state_of(run_folder(Path(model))) if model and Path(model).is_dir() else None
 
 
 def open_heldout(config) -> Rows:

@@ -8,8 +8,9 @@ from . import artefacts, asking, metadata, models, run_check
 from .cli import note
 from .errors import UsageError
 from .files import user_path
+from .inference import prompting_collator
 from .merging import quiet
-from .run_check import Finding
+from .run_check import Finding, lines_of
 
 
 def check(config) -> dict:
@@ -51,7 +52,7 @@ def known_answers(config) -> tuple[list[dict], str]:
     if made.get("samples") and not config.run:
         return made["samples"], f"of {made.get('run')}, kept in {artefacts.FILE}"
     folder = path if path.is_dir() else path.parent
-    run = user_path(config.run) if config.run else asking.run_of(folder)
+    run = user_path(config.run) if config.run else run_check.run_folder(folder)
     return asking.answered_rows(run), f"of {run} as it was trained"
 
 
@@ -67,7 +68,7 @@ def load(path: Path):
     base = models.base_of(str(path)) if adapted else str(path)
     config, _ = models.load_config(base)
     named = models.adapter_config(str(path)) if adapted else None
-    reward = "SEQ_CLS" in str(named.task_type) if adapted else asking.is_reward(config)
+    reward = "SEQ_CLS" in str(named.task_type) if adapted else models.is_reward(config)
     trained = facts.get("training") or {} if adapted else {}
     with quiet():
         model, _ = asking.load_plain(base, reward, trained)
@@ -77,7 +78,7 @@ def load(path: Path):
             model = PeftModel.from_pretrained(model, path).eval()
     beside = (path / "tokenizer.json").is_file()
     processor = models.load_processor(str(path) if beside else base, config)
-    return model, asking.collator_of(processor, config, facts)
+    return model, prompting_collator(processor, config, facts, asking.MAX_LEN)
 
 
 def verdict(asked: list[dict], told: str) -> Finding:
@@ -93,9 +94,7 @@ def verdict(asked: list[dict], told: str) -> Finding:
 
 def result(path: str, kind: str, findings: list[Finding], asked: list[dict]) -> dict:
     """What is printed: exit code 8 where a finding has not passed."""
-    marks = {True: "ok", False: "FAILED", None: "note"}
     sound = not any(finding.passed is False for finding in findings)
-    lines = [f"folder   {path} ({kind})"]
-    lines += [f"{marks[finding.passed]:<8} {finding.check}: {finding.told}" for finding in findings]
+    lines = [f"folder   {path} ({kind})", *lines_of(findings)]
     told = {"path": path, "kind": kind, "sound": sound, "checks": [vars(finding) for finding in findings]}
     return told | {"asked": asked, "summary": "\n".join(lines)} | ({} if sound else {"exit_code": 8})

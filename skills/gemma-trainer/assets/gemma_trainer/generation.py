@@ -157,17 +157,24 @@ class InBatches:
     Args:
         work: takes a list of items and returns a result for each.
         at_once: items in a batch, at first; halved where memory runs out.
+        alone: of an item, whether it must have a batch of its own (see `stands_alone`); these come last.
 
     Example:
         for question, answer in InBatches(lambda some: generate(model, collator, prompts_of(collator, some)), 8)(asked):
             ...
     """
 
-    def __init__(self, work: Callable[[list], list], at_once: int):
-        self.work, self.at_once = work, at_once
+    def __init__(self, work: Callable[[list], list], at_once: int, alone: Callable[[Any], bool] = lambda item: False):
+        self.work, self.at_once, self.alone = work, at_once, alone
 
     def __call__(self, items: list, stopping: Callable[[], bool] = lambda: False) -> Iterator[tuple[Any, Any]]:
         """(item, its result, or as a text why it has none), until `stopping()`."""
+        last = [self.alone(item) for item in items]
+        yield from self._together([item for item, alone in zip(items, last, strict=True) if not alone], stopping)
+        for item in (item for item, alone in zip(items, last, strict=True) if alone):
+            yield from self._together([item], stopping)
+
+    def _together(self, items: list, stopping: Callable[[], bool]) -> Iterator[tuple[Any, Any]]:
         from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
         at = 0
@@ -184,7 +191,7 @@ class InBatches:
                     continue
                 else:
                     for item in some:
-                        yield from self([item], stopping)
+                        yield from self._together([item], stopping)
             else:
                 yield from zip(some, found, strict=True)
             at += len(some)

@@ -43,10 +43,9 @@ def load_policy(name: str, flags, like: dict | None = None) -> Policy:
         CannotLoad: not found, gated, offline, no supported Gemma, an adapter of another model, or a reward model.
     """
     adapted = (Path(name) / "adapter_config.json").is_file()
-    facts = (metadata.read(Path(name)) if Path(name).is_dir() else None) or {}
+    facts = metadata.read(Path(name)) or like or {}
     if metadata.is_reward_model(Path(name)):
         raise _scores(name)
-    facts = facts or like or {}
     base = models.base_of(name) if adapted else name
     precision = choose(flags.precision)
     config, processor, model = _load(base, name, flags, precision, facts)
@@ -55,17 +54,30 @@ def load_policy(name: str, flags, like: dict | None = None) -> Policy:
     if not getattr(model, "is_quantized", False):
         model = model.to(precision.device)
     model.requires_grad_(False)
-    collator = MultimodalCollator(
+    allowed = {"media_root": flags.media_root, "allow_remote_media": flags.allow_remote_media}
+    collator = prompting_collator(processor, config, facts, flags.max_len, flags.thinking, **allowed)
+    return Policy(name, model.eval(), processor, collator, base if adapted else None)
+
+
+def prompting_collator(
+    processor, config, facts: dict, max_len: int, thinking: str | None = None, **options
+) -> MultimodalCollator:
+    """The collator that renders prompts as in training.
+
+    Args:
+        facts: of `metadata.facts_of`.
+        thinking: the template's thinking switch; None for that of the training.
+        options: further ones of `MultimodalCollator`.
+    """
+    return MultimodalCollator(
         processor,
-        flags.max_len,
-        thinking=flags.thinking or (facts.get("labels") or {}).get("thinking", "auto"),
+        max_len,
+        thinking=thinking or (facts.get("labels") or {}).get("thinking", "auto"),
         on_bad_media="skip",
         placeholders="needed",
         modalities=families.modalities(processor, config),
-        media_root=flags.media_root,
-        allow_remote_media=flags.allow_remote_media,
+        **options,
     )
-    return Policy(name, model.eval(), processor, collator, base if adapted else None)
 
 
 def _scores(name: str) -> CannotLoad:
@@ -81,7 +93,7 @@ def _load(base: str, name: str, flags, precision, facts: dict):
         model = demo.make_model(processor.tokenizer).to(precision.torch_dtype)
         return model.config, processor, model
     config, _ = models.load_config(base)
-    if any("SequenceClassification" in kind for kind in config.architectures or []):  # of a hub id
+    if models.is_reward(config):  # of a hub id
         raise _scores(base)
     beside = (Path(name) / "tokenizer.json").is_file()
     processor = models.load_processor(name if beside else base, config)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .answer_checks import _schema, as_json
+from .answer_checks import as_json, refuse_constant, schema_validator
 
 FENCED = re.compile(r"```[\w-]*[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 MAX_DEPTH = 100  # of what is looked through for lost fields
@@ -52,13 +52,9 @@ def _read(text: str) -> tuple[str, Any]:
         return "lost", None
     part = part[start.start() :]
     try:
-        return "fenced", json.JSONDecoder(parse_constant=_refuse).raw_decode(part)[0]
+        return "fenced", json.JSONDecoder(parse_constant=refuse_constant).raw_decode(part)[0]
     except (ValueError, RecursionError):
         return _mended(part)
-
-
-def _refuse(name: str):
-    raise ValueError(f"{name} is no JSON")
 
 
 def _mended(text: str) -> tuple[str, Any]:
@@ -91,7 +87,9 @@ def _lost(text: str, value, schema: Mapping, path: str = "", depth: int = 0) -> 
 def misfits(value, schema: Mapping) -> list[str]:
     """The places of a value that its schema does not allow, such as `address.zip`; empty where it fits. The values
     themselves are not told."""
-    found = {".".join(map(str, error.absolute_path)) or "the whole" for error in _schema(schema).iter_errors(value)}
+    found = {
+        ".".join(map(str, error.absolute_path)) or "the whole" for error in schema_validator(schema).iter_errors(value)
+    }
     return sorted(found)
 
 

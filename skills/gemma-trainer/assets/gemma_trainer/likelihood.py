@@ -123,9 +123,11 @@ def _in_batches(policy: Policy, collator: MultimodalCollator, raws: Sequence, ba
     for start in range(0, len(raws), MEASURED):
         lengths += collator.lengths([raws[index] for index in range(start, min(start + MEASURED, len(raws)))])
     order = sorted(range(len(raws)), key=lambda index: -lengths[index])
-    alone = {index for index in order if stands_alone(collator, _media_of(raws[index], collator.paired))}
-    for some, at_once in (([i for i in order if i not in alone], batch_size), ([i for i in order if i in alone], 1)):
-        yield from InBatches(lambda batch: _measure(policy, collator, [raws[index] for index in batch]), at_once)(some)
+    yield from InBatches(
+        lambda batch: _measure(policy, collator, [raws[index] for index in batch]),
+        batch_size,
+        lambda index: stands_alone(collator, _media_of(raws[index], collator.paired)),
+    )(order)
 
 
 def _media_of(raw: Mapping, paired: bool) -> list[Media]:

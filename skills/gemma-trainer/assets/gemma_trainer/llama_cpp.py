@@ -119,7 +119,7 @@ def _must_be_whole(folder: Path):
     if kind != "model":
         raise CannotLoad(f"{folder}: no whole model is there (config.json with its weights)")
     config, family = models.load_config(str(folder))
-    if any("SequenceClassification" in name for name in config.architectures or []):
+    if models.is_reward(config):
         raise CannotLoad(f"{folder} is a reward model, which llama.cpp does not know: score with reward_score.py")
     named = models.skeleton(config).named_parameters()
     return family, sum(parameter.numel() for name, parameter in named if not gguf_files.TOWER.search(name))

@@ -12,6 +12,7 @@ import torch
 
 from . import asking, layer_check, models
 from .cli import note
+from .inference import prompting_collator
 from .merging import Merge, quiet
 from .run_check import Finding
 from .tensors import FLOATS, stored_files
@@ -88,7 +89,8 @@ def compare(folder: Path, run: Path, base: Path, merge: Merge, facts: dict) -> t
     Returns:
         (findings, up to three rows with what the adapter made of them, for `export.json`).
     """
-    collator = asking.collator_of(models.load_processor(str(folder), merge.config), merge.config, facts)
+    processor = models.load_processor(str(folder), merge.config)
+    collator = prompting_collator(processor, merge.config, facts, asking.MAX_LEN)
     probes = asking.bundled_rows(collator.modalities)
     rows = (asking.rows_of_run(run) if not merge.reward else []) or probes[: asking.ASKED]
     note("Comparing the adapter on its base with the merged model.")

@@ -13,7 +13,7 @@ from .cli import note
 from .errors import EnvironmentUnfit, OutOfMemory, UsageError
 from .files import mib, user_path, write_whole
 from .merging import Merge, base_folder
-from .run_check import Finding
+from .run_check import Finding, lines_of
 from .tensors import size_in_bytes, stored_files, write_files
 
 DTYPES = {"auto": None, "bf16": "BF16", "fp32": "F32"}
@@ -93,8 +93,9 @@ def verify(config, folder: Path, run: Path, base: Path, job: Merge, facts: dict)
     told = "" if config.logits else "left out (--no-logits)"
     if config.logits and not merge_check.enough_memory(job.size):
         told = f"left out: {mib(job.size)} of weights, and less memory is free"
+    if told:
+        findings.append(Finding("logits", None, f"{told}; `export.py check` asks the model later"))
     if told or any(finding.passed is False for finding in findings):
-        findings.append(Finding("logits", None, f"{told}; `export.py check` asks the model later")) if told else None
         return findings, answered_rows(run)
     try:
         found, samples = merge_check.compare(folder, run, base, job, facts)
@@ -148,8 +149,7 @@ def describe(folder: Path, facts: dict, made: dict) -> None:
 
 def result(output: str, job: Merge, findings: list[Finding], passed: bool) -> dict:
     """What is printed."""
-    marks = {True: "ok", False: "FAILED", None: "note"}
-    lines = [f"{marks[finding.passed]:<8} {finding.check}: {finding.told}" for finding in findings]
+    lines = lines_of(findings)
     written = f"merged   {output} ({mib(job.size)} in {len(job.files)} files)"
     lines.append(written if passed else "nothing was written")
     return {

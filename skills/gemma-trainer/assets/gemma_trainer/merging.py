@@ -17,7 +17,7 @@ import torch
 
 from . import models
 from .errors import CannotLoad
-from .run_check import _near
+from .run_check import near_name
 from .tensors import FLOATS, Planned, Stored, regrouped, stored_files
 
 # Between a base's name of a module and a parameter's, what PEFT puts around the module.
@@ -37,11 +37,8 @@ def base_folder(run: Path, base: str | None, facts: dict) -> tuple[Path, str]:
     """
     adapter_in(run)
     name, revision = base or models.base_of(str(run)), None if base else (facts.get("base_model") or {}).get("revision")
-    try:
-        folder = Path(name) if Path(name).is_dir() else _downloaded(name, revision)
-        config, _ = models.load_config(str(folder))
-    except CannotLoad as problem:
-        raise CannotLoad(str(problem).replace("--model", "--base")) from None
+    folder = Path(name) if Path(name).is_dir() else _downloaded(name, revision)
+    config, _ = models.load_config(str(folder))
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         plain = re.sub(r"-(unsloth-)?bnb-4bit$", "", name)
@@ -129,7 +126,7 @@ def put_on(run: Path, config, reward: bool):
         if keys:
             more = f" and {len(keys) - 1} more" * (len(keys) > 1)
             raise CannotLoad(
-                f"{run} does not fit the base model, which {told} {keys[0]}{more}{_near(keys[0], modules)}"
+                f"{run} does not fit the base model, which {told} {keys[0]}{more}{near_name(keys[0], modules)}"
             )
     return skeleton, model, blanks, tied
 

@@ -50,6 +50,11 @@ def load_config(name: str):
     return config, family
 
 
+def is_reward(config) -> bool:
+    """Whether a model's config is that of one that scores."""
+    return any("SequenceClassification" in name for name in getattr(config, "architectures", None) or [])
+
+
 def load_processor(name: str, config):
     """The processor of a multimodal Gemma, or the tokenizer of a text-only one.
 
@@ -95,7 +100,7 @@ def load_model(name: str, config, dtype, quantize: bool = False, reward: bool = 
 
         config.num_labels, model_class = 1, reward_class(config)
     else:
-        model_class = _auto_class(config)
+        model_class = speaking_class(config)
     if quantize:
         options["quantization_config"] = nf4(dtype)
         options["device_map"] = {"": torch.cuda.current_device()}
@@ -232,10 +237,11 @@ def skeleton(config, reward: bool = False):
 
             config.num_labels = 1
             return reward_class(config)(config)
-        return _auto_class(config).from_config(config)
+        return speaking_class(config).from_config(config)
 
 
-def _auto_class(config):
+def speaking_class(config):
+    """The auto class of transformers that loads a model that speaks."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForCausalLM if config.model_type.endswith("_text") else AutoModelForImageTextToText
@@ -309,8 +315,7 @@ def load_scorer(name: str, precision):
     adapted = (Path(name) / "adapter_config.json").is_file()
     base = base_of(name) if adapted else name
     config, _ = load_config(base)
-    kinds = [str(adapter_config(name).task_type)] if adapted else config.architectures or []
-    if not any("SEQ_CLS" in kind or "SequenceClassification" in kind for kind in kinds):
+    if not ("SEQ_CLS" in str(adapter_config(name).task_type) if adapted else is_reward(config)):
         raise CannotLoad(f"{name} has no reward head: give the folder of a run of reward_train.py")
     model = load_model(base, config, precision.torch_dtype, reward=True)
     if adapted:

@@ -118,7 +118,7 @@ def _gguf_sources(path: Path) -> tuple[list[Path], Path | None, str, str]:
 def _model_source(path: Path) -> tuple[list[Path], Path, str, str]:
     config, family = models.load_config(str(path))
     name = (config.architectures or ["unknown"])[0]
-    if "SequenceClassification" in name:
+    if models.is_reward(config):
         raise CannotLoad(f"{path} is a reward model, which Ollama does not know: see reward_score.py")
     if name not in CONVERTED:
         raise CannotLoad(f"{path}: Ollama does not convert {name}: first export.py gguf, then this with the .gguf")

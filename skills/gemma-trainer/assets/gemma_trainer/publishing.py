@@ -13,7 +13,7 @@ from . import artefacts, hub, metadata, models
 from .errors import CannotLoad, UsageError
 from .files import mib, user_path
 from .model_card import card
-from .run_check import Finding
+from .run_check import Finding, lines_of
 
 # What is uploaded, and nothing else: not run.json, report.html, samples.json, metrics.jsonl and export.json, which hold
 # rows, answers and paths of this machine; not checkpoints, optimizer states and the base model.
@@ -58,8 +58,7 @@ def publish(config) -> dict:
     lines = [f"{mib(size):>12}  {name}" for name, size in files.items()]
     lines += [f"{'made':>12}  README.md"] * made
     lines += [f"{'stays here':>12}  {', '.join(left)}"] * bool(left)
-    marks = {True: "ok", False: "FAILED", None: "note"}
-    lines += [f"{marks[finding.passed]:<8} {finding.check}: {finding.told}" for finding in findings]
+    lines += lines_of(findings)
     told = (
         f"uploaded {url}"
         if pushed

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,6 +85,11 @@ def inspect(folder: str) -> dict:
         "facts": facts,
         "checks": [asdict(finding) for finding in checks],
     }
+
+
+def run_folder(folder: Path) -> Path:
+    """The folder of the run that a model or a checkpoint belongs to: its own, or the one above."""
+    return folder if (folder / "run.json").is_file() else folder.resolve().parent
 
 
 def _run(path: Path, state: dict | None, kind: str) -> Iterator[Finding]:
@@ -266,7 +271,7 @@ def _keys(path: Path, kind: str, config, weights: _Weights) -> Iterator[Finding]
     misshapen = [n for n in weights.names if n in expected and list(weights.shape(n)) != expected[n]]
     if strange:
         told = f"{len(strange)} of {len(weights.names)} keys have no place in the base model, and would be passed over "
-        yield Finding("keys", False, f"{told}in silence: {strange[0]}{_near(strange[0], modules)}")
+        yield Finding("keys", False, f"{told}in silence: {strange[0]}{near_name(strange[0], modules)}")
     elif absent:
         told = f"{len(absent)} of {len(expected)} keys are missing, and would stay as they are in the base: {absent[0]}"
         yield Finding("keys", False, told)
@@ -283,8 +288,7 @@ def _expected(path: Path, kind: str, config) -> tuple[dict[str, list[int]], set[
 
     named = models.adapter_config(str(path)) if kind == "adapter" else None
     reward = str(getattr(named, "task_type", "")).endswith("SEQ_CLS")
-    reward = reward or any("SequenceClassification" in name for name in getattr(config, "architectures", None) or [])
-    model = models.skeleton(config, reward)
+    model = models.skeleton(config, reward or models.is_reward(config))
     modules = [name for name, _ in model.named_modules()]
     if named is None:
         shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
@@ -300,7 +304,7 @@ def _expected(path: Path, kind: str, config) -> tuple[dict[str, list[int]], set[
     return {name: list(value.shape) for name, value in found.items()}, set(found) - set(needed), modules
 
 
-def _near(key: str, modules) -> str:
+def near_name(key: str, modules) -> str:
     """What the base calls the module that a key most likely means."""
     found = LORA.fullmatch(key)
     module = found["module"] if found else key.removeprefix("base_model.model.").rpartition(".")[0]
@@ -330,9 +334,13 @@ def summary(result: dict) -> str:
     for told in (_told_run(result["run"] or {}), _told_facts(result["facts"] or {})):
         with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):  # what others have written there
             lines += list(told)
+    return "\n".join([*lines, *lines_of(Finding(**check) for check in result["checks"])])
+
+
+def lines_of(findings: Iterable[Finding]) -> list[str]:
+    """Findings for a reader, a line each."""
     marks = {True: "ok", False: "FAILED", None: "note"}
-    lines += [f"{marks[check['passed']]:<8} {check['check']}: {check['told']}" for check in result["checks"]]
-    return "\n".join(lines)
+    return [f"{marks[finding.passed]:<8} {finding.check}: {finding.told}" for finding in findings]
 
 
 def _told_run(run: dict) -> Iterator[str]:

@@ -16,7 +16,7 @@ from . import artefacts, metadata, models
 from .errors import CannotLoad
 from .families import family_of_config, modalities
 from .files import user_path
-from .run_check import LORA, Finding
+from .run_check import LORA, Finding, lines_of
 
 VERSIONS = {"vllm": "0.33.0", "mlx-vlm": "0.7.10", "mlx-lm": "0.32.2", "litert-torch": "0.10.0"}
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm/config/lora.py, MaxLoRARanks
@@ -133,8 +133,7 @@ def vllm(config) -> dict:
 
 
 def _told(kind: str, command: str | None, findings: list[Finding], tool: str, remedy: str | None) -> dict:
-    marks = {True: "ok", False: "FAILED", None: "note"}
-    lines = [f"{marks[finding.passed]:<8} {finding.check}: {finding.told}" for finding in findings]
+    lines = lines_of(findings)
     lines += [command] if command else [f"remedy   {remedy}"] * bool(remedy)
     return {
         "kind": kind,
@@ -151,7 +150,7 @@ def _model_findings(config) -> list[Finding]:
     name = (config.architectures or ["unknown"])[0]
     known = name in SERVED or name in WITHOUT_LORA
     told = f"{name} is served" if known else f"{name} is no class that vLLM {VERSIONS['vllm']} has"
-    if "SequenceClassification" in name:
+    if models.is_reward(config):
         told = "a reward model, which scores and does not speak: see reward_score.py"
     return [Finding("class", known, told)]
 
@@ -355,6 +354,6 @@ def _whole_model(path: str, tool: str):
         raise CannotLoad(f"{path}: {tool} takes the folder of a whole model, and there is a {kind}")
     facts = metadata.read(folder) or {}
     config, _ = models.load_config(str(folder))
-    if facts.get("task") == "reward" or "SequenceClassification" in str(config.architectures):
+    if facts.get("task") == "reward" or models.is_reward(config):
         raise CannotLoad(f"{path} is a reward model, which {tool} does not know: see reward_score.py")
     return folder, config, family_of_config(config)

@@ -60,7 +60,7 @@ class WatchAnswers(transformers.TrainerCallback):
     ):
         self.trainer, self.collator, self.asking = trainer, collator, asking
         self.keep, self.log_answers = keep, log_answers
-        self._in_batches = InBatches(self._generate, AT_ONCE)
+        self._in_batches = InBatches(self._generate, AT_ONCE, self._alone)
         self.prompts = prompts
         self._by_length = sorted(prompts, key=lambda prompt: len(json.dumps(prompt.question.row.messages)))
         self._told: list[str] = []  # the prompts that were told to fail
@@ -105,11 +105,11 @@ class WatchAnswers(transformers.TrainerCallback):
     def _answers(self, prompts: list[Prompt], spread: bool) -> list[tuple[str, Answer | str]]:
         """(name, answer or why there is none) of each prompt."""
         stopping = self.trainer.all_stopping if spread else self.trainer.stopping
-        self._in_batches.work = work = functools.partial(self._generate, spread=spread)
-        alone = [prompt for prompt in prompts if stands_alone(self.collator, prompt.question.row.media)]
-        together = [prompt for prompt in prompts if prompt not in alone]
-        found = [*self._in_batches(together, stopping), *InBatches(work, 1)(alone, stopping)]
-        return [(prompt.name, answer) for prompt, answer in found]
+        self._in_batches.work = functools.partial(self._generate, spread=spread)
+        return [(prompt.name, answer) for prompt, answer in self._in_batches(prompts, stopping)]
+
+    def _alone(self, prompt: Prompt) -> bool:
+        return stands_alone(self.collator, prompt.question.row.media)
 
     def _generate(self, prompts: list[Prompt], spread: bool) -> list[Answer]:
         names = tuple(prompt.name for prompt in prompts)
